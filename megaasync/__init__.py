@@ -1,0 +1,25 @@
+"""Pretraining with asynchronous pipeline parallelism. Importing this package imports no torch."""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "TrainConfig": "megaasync.config",
+    "build_trainer": "megaasync.train.build",
+    "PipelineSchedule": "megaasync.schedules",
+    "SCHEDULES": "megaasync.schedules",
+    "check": "megaasync.schedules",
+    "render": "megaasync.schedules.render",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names, imported when first asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'megaasync' has no attribute '{name}'")
+    home = importlib.import_module(_HOMES[name])
+    return home.render_text if name == "render" else getattr(home, name)

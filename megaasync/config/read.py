@@ -1,0 +1,127 @@
+"""A strict reader: a plain dict into frozen dataclasses. Unknown keys, missing keys and wrong types are errors."""
+
+import difflib
+import types
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megaasync.config.schema import ConfigError
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """`; did you mean X?`, or the empty string if nothing is near."""
+    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def listed(choices: Iterable[Any]) -> str:
+    """Choices for a message: a, b or c."""
+    words = [str(choice) for choice in choices]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)
+
+
+def _dataclass_by_name(options: list[type], value: Any, key: str) -> type:
+    """Pick the dataclass whose `name` literal equals value['name']."""
+    by_name = {get_args(get_type_hints(option)["name"])[0]: option for option in options}
+    if not isinstance(value, dict) or "name" not in value:
+        raise ConfigError(f"{key}: expected a group with a name, got {value!r}; choose {key}={listed(by_name)}")
+    if value["name"] not in by_name:
+        name = value["name"]
+        raise ConfigError(f"{key}={name}: unknown {key}{did_you_mean(str(name), by_name)}; choose {listed(by_name)}")
+    return by_name[value["name"]]
+
+
+def _read_scalar(annotation: type, value: Any, key: str) -> Any:
+    if annotation is float and type(value) is int:
+        return float(value)
+    if annotation is float and isinstance(value, str):
+        # YAML 1.1 reads 1e-3 (no point) as a string; users mean the number.
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if type(value) is annotation:
+        return value
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    got = "null" if value is None else f"{value!r}"
+    raise ConfigError(f"{key}={got}: expected {words[annotation]}")
+
+
+def _read_value(annotation: Any, value: Any, key: str) -> Any:
+    if annotation is type(None):
+        if value is None:
+            return None
+        raise ConfigError(f"{key}={value!r}: expected null")
+    if _is_union(annotation):
+        options = get_args(annotation)
+        if value is None and type(None) in options:
+            return None
+        options = tuple(option for option in options if option is not type(None))
+        classes = [option for option in options if is_dataclass(option)]
+        if len(classes) > 1:
+            return read(_dataclass_by_name(classes, value, key), value, key)
+        errors = []
+        for option in options:
+            try:
+                return _read_value(option, value, key)
+            except ConfigError as error:
+                errors.append(str(error))
+        raise ConfigError(errors[0] if len(options) == 1 else " or ".join(errors))
+    if is_dataclass(annotation):
+        return read(annotation, value, key)
+    if get_origin(annotation) is Literal:
+        choices = get_args(annotation)
+        if value in choices:
+            return value
+        raise ConfigError(f"{key}={value}: unknown value{did_you_mean(str(value), choices)}; choose {listed(choices)}")
+    if get_origin(annotation) is tuple:
+        items = get_args(annotation)
+        if not isinstance(value, list | tuple) or len(value) != len(items):
+            raise ConfigError(f"{key}={value!r}: expected a list of {len(items)} values, as in {key}=[0.9,0.95]")
+        return tuple(
+            _read_value(item, one, f"{key}[{i}]") for i, (item, one) in enumerate(zip(items, value, strict=True))
+        )
+    return _read_scalar(annotation, value, key)
+
+
+def read(cls: type, value: Any, key: str = "") -> Any:
+    """Build the dataclass `cls` from a plain dict, strictly.
+
+    Args:
+        cls: a dataclass type.
+        value: plain dicts, lists and scalars, as YAML gives them.
+        key: dotted name of the value, for messages.
+
+    Raises:
+        ConfigError: names the key, the value and what would be right.
+    """
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key}={value!r}: expected a group of keys ({listed(f.name for f in fields(cls))})")
+    hints = get_type_hints(cls)
+    prefix = f"{key}." if key else ""
+    for name in value:
+        if name not in hints:
+            near = did_you_mean(str(name), hints).replace("did you mean ", f"did you mean {prefix}")
+            raise ConfigError(f"{prefix}{name}={value[name]!r}: unknown key{near}; known keys: {listed(hints)}")
+    for name in hints:
+        if name not in value:
+            raise ConfigError(f"{prefix}{name}: missing; set {prefix}{name}=...")
+    return cls(**{name: _read_value(hint, value[name], prefix + name) for name, hint in hints.items()})
+
+
+def dotted_keys(cls: type, key: str = "") -> list[str]:
+    """All keys that a user may set under a dataclass, dotted; groups included."""
+    keys = []
+    for name, hint in get_type_hints(cls).items():
+        full = f"{key}.{name}" if key else name
+        keys.append(full)
+        options = get_args(hint) if _is_union(hint) else (hint,)
+        for option in options:
+            if is_dataclass(option):
+                keys += dotted_keys(option, full)
+    return list(dict.fromkeys(keys))

@@ -1,0 +1,286 @@
+"""What was asked for: the whole configuration as frozen dataclasses. Field names are the keys that users type."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """A wrong configuration; the message names key, value and remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Mixture-of-experts feed-forward layers.
+
+    Attributes:
+        num_experts: routed experts per layer.
+        top_k: experts per token.
+        ffn_hidden_size: inner width of one expert.
+        num_shared_experts: experts that see every token, fused into one of that many times the width.
+        first_dense_layers: layers at the bottom that stay dense.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    num_shared_experts: int
+    first_dense_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, dense or mixture of experts.
+
+    Attributes:
+        num_layers, hidden_size, num_heads, num_kv_heads, ffn_hidden_size: shape; the last is the dense layers'.
+        vocab_size: rows of the embedding, at least the tokenizer's number of pieces.
+        seq_length: tokens per sequence.
+        tie_embeddings: the head uses the embedding's weights.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: epsilon of RMSNorm.
+        init_std: standard deviation of initial weights; output projections divide it by sqrt(2 num_layers).
+        moe: null for a dense model.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_hidden_size: int
+    vocab_size: int
+    seq_length: int
+    tie_embeddings: bool
+    rope_theta: float
+    norm_eps: float
+    init_std: float
+    moe: MoeConfig | None
+
+
+@dataclass(frozen=True, slots=True)
+class SgdConfig:
+    """Plain stochastic gradient descent, for checks: u = lr (g + weight_decay z)."""
+
+    name: Literal["sgd"]
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWConfig:
+    """AdamW (arXiv 1711.05101): decoupled weight decay."""
+
+    name: Literal["adamw"]
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class MuonConfig:
+    """Muon for matrices, AdamW for the rest, one lr for both through the 0.2 sqrt(max(rows, cols)) scale.
+
+    Attributes:
+        momentum: mu of the moving average, Nesterov form.
+        newton_schulz_steps: iterations of the orthogonalisation.
+        betas, eps: of AdamW for embeddings, head, router and norms.
+    """
+
+    name: Literal["muon"]
+    lr: float
+    weight_decay: float
+    momentum: float
+    newton_schulz_steps: int
+    betas: tuple[float, float]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """Pipeline schedule by name; see `megaasync.schedules.SCHEDULES`."""
+
+    name: Literal["1f1b", "2bw"]
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionConfig:
+    """What is done against the delay: nothing, or error feedback (forward at z - u, METHOD.md section 1)."""
+
+    name: Literal["none", "error_feedback"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Degrees of parallelism; their product is the number of ranks.
+
+    Attributes:
+        data: a number, or `auto` for what the launched ranks leave (1 when started bare).
+    """
+
+    tensor: int
+    expert: int
+    pipeline: int
+    data: int | Literal["auto"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopConfig:
+    """The training loop (group `train`).
+
+    Attributes:
+        steps: optimizer steps.
+        global_batch_size, micro_batch_size: sequences.
+        seed: of weights and data order.
+        dtype: of weights and activations in compute; master weights are at least float32.
+        clip_grad_norm: largest global gradient norm; null switches clipping off.
+        eval_interval: steps between evaluations; null evaluates only at the end.
+        eval_sequences: sequences of the validation set that an evaluation uses; null is all.
+        lr_schedule: shape of the learning rate over the steps.
+        warmup_steps: linear warmup.
+        final_lr_ratio: lr at the last step over the peak, for cosine and wsd.
+        decay_steps: length of the final decay of wsd.
+    """
+
+    steps: int
+    global_batch_size: int
+    micro_batch_size: int
+    seed: int
+    dtype: Literal["float64", "float32", "bfloat16"]
+    clip_grad_norm: float | None
+    eval_interval: int | None
+    eval_sequences: int | None
+    lr_schedule: Literal["constant", "cosine", "wsd"]
+    warmup_steps: int
+    final_lr_ratio: float
+    decay_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class PythonStdlibData:
+    """The Python standard library's own source text, split into train and validation by file.
+
+    Attributes:
+        cache_dir: where tokenizer and indexed token files are kept.
+        validation_fraction: share of documents held out.
+    """
+
+    name: Literal["python_stdlib"]
+    cache_dir: str
+    validation_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticData:
+    """Tokens of a seeded random Markov chain: learnable, made without a file.
+
+    Attributes:
+        num_tokens: length of the training stream; the validation stream has a tenth of it.
+        branching: successors of each token.
+    """
+
+    name: Literal["synthetic"]
+    num_tokens: int
+    branching: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedData:
+    """Token files in Megatron's MMIDIDX layout.
+
+    Attributes:
+        path: prefix of the training files: `path`.bin and `path`.idx.
+        validation_path: prefix of the validation files; null for no validation.
+    """
+
+    name: Literal["indexed"]
+    path: str
+    validation_path: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class HfData:
+    """Anything the `datasets` library reads: local text, jsonl or parquet files, or a hub name.
+
+    Attributes:
+        path: a file, a glob, or the name of a dataset on the hub.
+        split: split to read.
+        text_field: column with the text.
+        tokenizer: a sentencepiece model file; null trains one on this data.
+        cache_dir: where tokenizer and indexed token files are kept.
+        validation_fraction: share of documents held out.
+        on_bad_bytes: what to do about a text file that is not UTF-8.
+    """
+
+    name: Literal["hf"]
+    path: str
+    split: str
+    text_field: str
+    tokenizer: str | None
+    cache_dir: str
+    validation_fraction: float
+    on_bad_bytes: Literal["stop", "replace"]
+
+
+@dataclass(frozen=True, slots=True)
+class WandbConfig:
+    """Weights & Biases tracking; `project` and `run_name` as there, `run_name` null takes the folder's."""
+
+    mode: Literal["disabled", "offline", "online"]
+    project: str
+    run_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoggingConfig:
+    """What is written down.
+
+    Attributes:
+        interval: steps between progress lines; metrics.jsonl has every step.
+        trace: write the measured timeline as trace.json.
+    """
+
+    interval: int
+    trace: bool
+    wandb: WandbConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """The run folder; null makes a new one under runs/."""
+
+    dir: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """The whole configuration of a run."""
+
+    model: ModelConfig
+    optimizer: SgdConfig | AdamWConfig | MuonConfig
+    schedule: ScheduleConfig
+    correction: CorrectionConfig
+    parallel: ParallelConfig
+    train: LoopConfig
+    data: PythonStdlibData | SyntheticData | IndexedData | HfData
+    logging: LoggingConfig
+    run: RunConfig
+    device: Literal["auto", "cpu", "cuda"]
+    debug: bool
+    dry_run: bool
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step, m."""
+        return self.train.global_batch_size // (self.train.micro_batch_size * self.data_ranks)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that hold different sequences: data x expert."""
+        data = 1 if self.parallel.data == "auto" else self.parallel.data
+        return data * self.parallel.expert
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the layout needs."""
+        return self.parallel.tensor * self.parallel.pipeline * self.data_ranks

@@ -1,0 +1,208 @@
+"""Rules that one field alone cannot show, one short named function each; all run before anything is started."""
+
+from collections.abc import Callable
+
+from megaasync.config.schema import ConfigError, TrainConfig
+
+# 256 byte pieces, three control pieces, and a few letters: below this a byte-fallback tokenizer cannot be trained.
+SMALLEST_TRAINED_VOCABULARY = 400
+
+
+def _at_least(key: str, value: int | float | None, smallest: int | float) -> None:
+    if value is not None and value < smallest:
+        raise ConfigError(f"{key}={value}: must be at least {smallest}")
+
+
+def _within(key: str, value: float, low: float, high: float, *, open_end: bool = True) -> None:
+    if not (low <= value < high or (not open_end and value == high)):
+        bracket = ")" if open_end else "]"
+        raise ConfigError(f"{key}={value}: must lie in [{low}, {high}{bracket}")
+
+
+def check_sizes(config: TrainConfig) -> None:
+    """Counts are positive."""
+    model, train = config.model, config.train
+    for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "seq_length"):
+        _at_least(f"model.{name}", getattr(model, name), 1)
+    _at_least("model.vocab_size", model.vocab_size, 2)
+    for name in ("steps", "global_batch_size", "micro_batch_size", "eval_interval", "eval_sequences"):
+        _at_least(f"train.{name}", getattr(train, name), 1)
+    for name in ("warmup_steps", "decay_steps", "seed"):
+        _at_least(f"train.{name}", getattr(train, name), 0)
+    for name in ("tensor", "expert", "pipeline"):
+        _at_least(f"parallel.{name}", getattr(config.parallel, name), 1)
+    if config.parallel.data != "auto":
+        _at_least("parallel.data", config.parallel.data, 1)
+    _at_least("logging.interval", config.logging.interval, 1)
+
+
+def check_attention(config: TrainConfig) -> None:
+    """Heads divide the width, and key-value heads divide the heads."""
+    model = config.model
+    if model.hidden_size % model.num_heads:
+        raise ConfigError(
+            f"model.num_heads={model.num_heads}: must divide model.hidden_size={model.hidden_size}; "
+            f"{model.hidden_size} / {model.num_heads} is not whole"
+        )
+    if (model.hidden_size // model.num_heads) % 2:
+        raise ConfigError(
+            f"model.num_heads={model.num_heads}: the head size {model.hidden_size // model.num_heads} "
+            "(model.hidden_size / model.num_heads) must be even for rotary positions"
+        )
+    if model.num_heads % model.num_kv_heads:
+        raise ConfigError(
+            f"model.num_kv_heads={model.num_kv_heads}: must divide model.num_heads={model.num_heads}; "
+            "several query heads share one key-value head"
+        )
+
+
+def check_experts(config: TrainConfig) -> None:
+    """The router can choose top_k experts."""
+    moe = config.model.moe
+    if moe is None:
+        return
+    for name in ("num_experts", "top_k", "ffn_hidden_size"):
+        _at_least(f"model.moe.{name}", getattr(moe, name), 1)
+    for name in ("num_shared_experts", "first_dense_layers"):
+        _at_least(f"model.moe.{name}", getattr(moe, name), 0)
+    if moe.top_k > moe.num_experts:
+        raise ConfigError(
+            f"model.moe.top_k={moe.top_k}: must be at most model.moe.num_experts={moe.num_experts}; "
+            "a token cannot go to more experts than there are"
+        )
+    if moe.first_dense_layers > config.model.num_layers:
+        raise ConfigError(
+            f"model.moe.first_dense_layers={moe.first_dense_layers}: must be at most "
+            f"model.num_layers={config.model.num_layers}"
+        )
+
+
+def check_layout(config: TrainConfig) -> None:
+    """The layout can be built, and every stage has a layer."""
+    parallel = config.parallel
+    for name in ("tensor", "expert", "data"):
+        degree = getattr(parallel, name)
+        if degree not in (1, "auto"):
+            raise ConfigError(
+                f"parallel.{name}={degree}: this version has pipeline parallelism only; set parallel.{name}=1"
+            )
+    if parallel.pipeline > config.model.num_layers:
+        raise ConfigError(
+            f"parallel.pipeline={parallel.pipeline}: more stages than model.num_layers={config.model.num_layers}; "
+            f"set parallel.pipeline to at most {config.model.num_layers}"
+        )
+    if config.model.tie_embeddings and parallel.pipeline > 1:
+        raise ConfigError(
+            f"model.tie_embeddings=true: embedding and head are on different stages with "
+            f"parallel.pipeline={parallel.pipeline}; set model.tie_embeddings=false or parallel.pipeline=1"
+        )
+
+
+def check_batch(config: TrainConfig) -> None:
+    """The batch divides into microbatches."""
+    train = config.train
+    unit = train.micro_batch_size * config.data_ranks
+    if train.global_batch_size % unit:
+        near = max(round(train.global_batch_size / unit), 1) * unit
+        raise ConfigError(
+            f"train.global_batch_size={train.global_batch_size}: must be a multiple of micro_batch_size x data x "
+            f"expert = {train.micro_batch_size} x {config.data_ranks} = {unit}; set train.global_batch_size={near}"
+        )
+
+
+def check_schedule(config: TrainConfig) -> None:
+    """The schedule can run with this many microbatches, and a correction has a delay to correct."""
+    stages, microbatches = config.parallel.pipeline, config.num_microbatches
+    if config.schedule.name == "2bw" and microbatches < stages - 1:
+        needed = (stages - 1) * config.train.micro_batch_size * config.data_ranks
+        raise ConfigError(
+            f"train.global_batch_size={config.train.global_batch_size}: gives m = {microbatches} microbatches per step, "
+            f"but schedule=2bw with parallel.pipeline={stages} needs m >= P - 1 = {stages - 1}: the first stage runs "
+            f"{stages - 1} forwards ahead, and with fewer microbatches it would wait for a weight version whose "
+            f"gradient it has not finished (a deadlock); set train.global_batch_size={needed} or more, a smaller "
+            "train.micro_batch_size, or fewer stages"
+        )
+    if config.correction.name != "none" and config.schedule.name == "1f1b":
+        raise ConfigError(
+            f"correction={config.correction.name}: corrects a gradient delay, but schedule={config.schedule.name} has "
+            "none; set correction=none or schedule=2bw"
+        )
+
+
+def check_optimizer(config: TrainConfig) -> None:
+    """Rates and moments lie where the rules are defined."""
+    optimizer = config.optimizer
+    _at_least("optimizer.lr", optimizer.lr, 0)
+    _at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
+    for i, beta in enumerate(getattr(optimizer, "betas", ())):
+        _within(f"optimizer.betas[{i}]", beta, 0, 1)
+    if hasattr(optimizer, "eps") and optimizer.eps <= 0:
+        raise ConfigError(f"optimizer.eps={optimizer.eps}: must be above 0")
+    if optimizer.name == "muon":
+        _within("optimizer.momentum", optimizer.momentum, 0, 1)
+        _at_least("optimizer.newton_schulz_steps", optimizer.newton_schulz_steps, 1)
+    clip = config.train.clip_grad_norm
+    if clip is not None and clip <= 0:
+        raise ConfigError(f"train.clip_grad_norm={clip}: must be above 0; set null to switch clipping off")
+
+
+def check_lr_schedule(config: TrainConfig) -> None:
+    """Warmup and decay fit into the run."""
+    train = config.train
+    _within("train.final_lr_ratio", train.final_lr_ratio, 0, 1, open_end=False)
+    if train.warmup_steps > train.steps:
+        raise ConfigError(
+            f"train.warmup_steps={train.warmup_steps}: must be at most train.steps={train.steps}; "
+            "the learning rate would never reach its peak"
+        )
+    if train.lr_schedule == "wsd" and train.warmup_steps + train.decay_steps > train.steps:
+        raise ConfigError(
+            f"train.decay_steps={train.decay_steps}: with train.warmup_steps={train.warmup_steps} it must fit into "
+            f"train.steps={train.steps}; set train.decay_steps={train.steps - train.warmup_steps} or less"
+        )
+
+
+def check_data(config: TrainConfig) -> None:
+    """Data settings that need no file to judge."""
+    data = config.data
+    if data.name in ("python_stdlib", "hf"):
+        _within("data.validation_fraction", data.validation_fraction, 0, 1)
+        if (data.name == "python_stdlib" or data.tokenizer is None) and (
+            config.model.vocab_size < SMALLEST_TRAINED_VOCABULARY
+        ):
+            raise ConfigError(
+                f"model.vocab_size={config.model.vocab_size}: a tokenizer with byte fallback needs at least "
+                f"{SMALLEST_TRAINED_VOCABULARY} pieces; set model.vocab_size={SMALLEST_TRAINED_VOCABULARY} or more"
+            )
+    if data.name == "synthetic":
+        if data.num_tokens <= config.model.seq_length:
+            raise ConfigError(
+                f"data.num_tokens={data.num_tokens}: must be above model.seq_length={config.model.seq_length}"
+            )
+        _within("data.branching", data.branching, 1, config.model.vocab_size, open_end=False)
+    if data.name in ("indexed", "hf") and not data.path:
+        raise ConfigError(f"data.path is empty: data={data.name} needs to know what to read; set data.path=...")
+
+
+RULES: tuple[Callable[[TrainConfig], None], ...] = (
+    check_sizes,
+    check_attention,
+    check_experts,
+    check_layout,
+    check_batch,
+    check_schedule,
+    check_optimizer,
+    check_lr_schedule,
+    check_data,
+)
+
+
+def validate(config: TrainConfig) -> TrainConfig:
+    """Apply every rule; returns the config unchanged.
+
+    Raises:
+        ConfigError: the first rule that is broken.
+    """
+    for rule in RULES:
+        rule(config)
+    return config

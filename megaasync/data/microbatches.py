@@ -1,0 +1,128 @@
+"""Microbatches by address: (step, microbatch) names the same sequences on every rank, at any time, after any resume."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megaasync.data import DataError
+from megaasync.data.shuffle import permuted
+
+# B sequences of a microbatch, S tokens of a sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """What one microbatch feeds to the first and the last stage.
+
+    Attributes:
+        tokens_BS: [B, S] int64 inputs.
+        labels_BS: [B, S] int64, the inputs shifted by one.
+        mask_BS: [B, S] bool, True where the label counts.
+    """
+
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    mask_BS: Tensor
+
+
+class MicrobatchSource(Protocol):
+    """Anything that gives microbatches by address."""
+
+    def get(self, step: int, microbatch: int) -> Microbatch:
+        """The microbatch at this address."""
+
+
+class TokenSequences:
+    """A token stream cut into sequences of S + 1 tokens that overlap by one.
+
+    Attributes:
+        num_sequences: how many there are.
+    """
+
+    def __init__(self, tokens: np.ndarray, *, seq_length: int, vocab_size: int, name: str) -> None:
+        self.num_sequences = (len(tokens) - 1) // seq_length
+        if self.num_sequences < 1:
+            raise DataError(
+                f"{name}: has {len(tokens)} tokens, fewer than model.seq_length + 1 = {seq_length + 1}; give more text "
+                "or set a smaller model.seq_length"
+            )
+        self._tokens, self._seq_length, self._vocab_size, self._name = tokens, seq_length, vocab_size, name
+
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        """[len(indices), S + 1] int64.
+
+        Raises:
+            DataError: a token lies outside the vocabulary.
+        """
+        length = self._seq_length
+        rows = np.stack([self._tokens[i * length : i * length + length + 1] for i in indices]).astype(np.int64)
+        if rows.max() >= self._vocab_size:
+            raise DataError(
+                f"model.vocab_size={self._vocab_size}: {self._name} holds token id {rows.max()}; set "
+                f"model.vocab_size={rows.max() + 1} or more"
+            )
+        return rows
+
+
+def _as_microbatch(rows: np.ndarray, valid: np.ndarray, device: torch.device) -> Microbatch:
+    sequences = torch.from_numpy(rows).to(device)
+    mask = torch.from_numpy(valid).to(device)[:, None].expand(-1, rows.shape[1] - 1)
+    return Microbatch(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous(), mask.contiguous())
+
+
+class TrainingMicrobatches:
+    """Sequences in an order shuffled by (seed, epoch); none comes twice within an epoch."""
+
+    def __init__(
+        self,
+        sequences: TokenSequences,
+        *,
+        micro_batch_size: int,
+        num_microbatches: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self._sequences, self._device, self._seed = sequences, device, seed
+        self._micro, self._per_step = micro_batch_size, micro_batch_size * num_microbatches
+
+    def indices(self, step: int, microbatch: int) -> np.ndarray:
+        """[B] sequence numbers at this address."""
+        first = step * self._per_step + microbatch * self._micro
+        position = first + np.arange(self._micro)
+        epoch, within = np.divmod(position, self._sequences.num_sequences)
+        chosen = np.empty(self._micro, dtype=np.int64)
+        for one in np.unique(epoch):
+            here = epoch == one
+            chosen[here] = permuted(
+                within[here], size=self._sequences.num_sequences, seed=self._seed, epoch=int(one)
+            )
+        return chosen
+
+    def get(self, step: int, microbatch: int) -> Microbatch:
+        """The microbatch at this address."""
+        rows = self._sequences.take(self.indices(step, microbatch))
+        return _as_microbatch(rows, np.ones(len(rows), dtype=bool), self._device)
+
+
+class ValidationMicrobatches:
+    """The first sequences in file order, the same at every evaluation; the last microbatch is padded and masked.
+
+    Attributes:
+        num_microbatches: microbatches of one evaluation.
+    """
+
+    def __init__(
+        self, sequences: TokenSequences, *, micro_batch_size: int, limit: int | None, device: torch.device
+    ) -> None:
+        self._sequences, self._micro, self._device = sequences, micro_batch_size, device
+        self._count = sequences.num_sequences if limit is None else min(limit, sequences.num_sequences)
+        self.num_microbatches = -(-self._count // micro_batch_size)
+
+    def get(self, step: int, microbatch: int) -> Microbatch:
+        """Microbatch `microbatch`; the step does not matter."""
+        index = microbatch * self._micro + np.arange(self._micro)
+        valid = index < self._count
+        return _as_microbatch(self._sequences.take(np.where(valid, index, 0)), valid, self._device)

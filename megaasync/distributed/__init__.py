@@ -1,0 +1,1 @@
+"""Who am I, who are my peers: process group and point-to-point channels."""

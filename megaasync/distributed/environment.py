@@ -1,0 +1,48 @@
+"""What the launcher says in environment variables; the one place that reads them. Imports no torch."""
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """One rank's place, as torchrun or srun give it.
+
+    Attributes:
+        rank, world_size: in the whole job.
+        local_rank, local_world_size: on this host.
+        init_method: how to meet the others, for torch.distributed.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    init_method: str
+
+
+def launched_environment() -> RankEnvironment | None:
+    """The place that torchrun or srun gave this process, or None if it was started bare.
+
+    Raises:
+        ValueError: launched with several ranks but without an address to meet at.
+    """
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    elif "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and "MASTER_ADDR" in env:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+    else:
+        return None
+    rank, world_size = int(env[names[0]]), int(env[names[1]])
+    local_rank, local_world = int(env.get(names[2], rank)), int(env.get(names[3], world_size))
+    if world_size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+        raise ValueError(
+            f"WORLD_SIZE={world_size}: MASTER_ADDR and MASTER_PORT are not set; start with torchrun, or bare"
+        )
+    return RankEnvironment(rank, world_size, local_rank, local_world, "env://")
+
+
+def cpu_count() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))

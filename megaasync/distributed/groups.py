@@ -1,0 +1,65 @@
+"""The process group and the device of one rank."""
+
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+from megaasync.config.schema import ConfigError
+from megaasync.distributed.environment import RankEnvironment, cpu_count
+
+
+def choose_device(name: str, *, local_rank: int) -> torch.device:
+    """The device that `device=` means on this rank.
+
+    Raises:
+        ConfigError: cuda was asked for and is not there.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device=cuda: torch sees no CUDA device on this host; set device=cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device={name}: rank {local_rank} of this host has no GPU of its own (there are "
+            f"{torch.cuda.device_count()}); start at most one rank per GPU"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def join_group(environment: RankEnvironment, *, device: torch.device, timeout: timedelta) -> None:
+    """Make the default process group; nothing for a single rank. One thread per rank where ranks share the cores."""
+    if device.type == "cpu":
+        torch.set_num_threads(max(cpu_count() // environment.local_world_size, 1))
+    else:
+        torch.cuda.set_device(device)
+    if environment.world_size > 1:
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl",
+            init_method=environment.init_method,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timeout,
+        )
+
+
+def leave_group() -> None:
+    """Take the process group down, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def agree_on_text(text: str | None, environment: RankEnvironment) -> str:
+    """Rank 0's text on every rank, through the job's own rendezvous store, before any process group.
+
+    Args:
+        text: on rank 0; None elsewhere.
+        environment: of a launched job.
+    """
+    store, _, _ = next(
+        dist.rendezvous(environment.init_method, environment.rank, environment.world_size, timeout=timedelta(minutes=5))
+    )
+    store = dist.PrefixStore("megaasync/agree", store)
+    if text is not None:
+        store.set("text", text)
+    return store.get("text").decode()

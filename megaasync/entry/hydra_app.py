@@ -1,0 +1,118 @@
+"""Hydra at the door: it composes the config and runs sweeps; its errors are rewritten into one message each.
+
+Behind this file nobody knows that Hydra exists: the task gets a plain dict.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megaasync.config import ConfigError, TrainConfig, did_you_mean, dotted_keys, listed
+
+CONFIG_ERROR_STATUS = 2
+
+
+def config_folder() -> Path:
+    """The Hydra configs: beside the package in a checkout, inside it when installed."""
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "hydra_configs"
+    return inside if inside.is_dir() else package.parent / "hydra_configs"
+
+
+def _groups() -> dict[str, list[str]]:
+    return {
+        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        for folder in config_folder().iterdir()
+        if folder.is_dir() and any(folder.glob("*.yaml"))
+    }
+
+
+def explain(error: BaseException) -> str:
+    """One message for a Hydra or OmegaConf error: key, value, remedy."""
+    text = str(error)
+    if match := re.search(r"Could not find '([\w/]+)/([^'\n]*)'", text):
+        group, choice = match.groups()
+        choices = _groups().get(group, [])
+        near = did_you_mean(choice, choices)
+        return f"{group}={choice}: unknown {group}{near}; choose {listed(choices) if choices else '(none)'}"
+    if match := re.search(r"full_key: (\S+)", text) or re.search(r"Could not override '([^'\n]+)'", text):
+        key = match.group(1)
+        known = dotted_keys(TrainConfig)
+        if key in known:
+            return f"{key}: cannot be set with these choices; its group is null or of another kind here"
+        near = did_you_mean(key, known) or did_you_mean(key, _groups())
+        return f"{key}: unknown key{near}; python -m megaasync.pretrain --cfg job shows all keys"
+    if match := re.search(r"(?:parsing override|override) '([^'\n]*)'", text):
+        override = match.group(1)
+        key, _, value = override.partition("=")
+        return (
+            f"{override}: cannot be read as key=value; give key=value, and quote values with special signs, as in "
+            f"""'{key or "key"}="{value or "value"}"'"""
+        )
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    return f"config: {first}; python -m megaasync.pretrain --help shows groups and keys"
+
+
+def fail(message: str, *, status: int) -> None:
+    """Say it and leave.
+
+    Raises:
+        SystemExit: always.
+    """
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    """The composed config as plain dicts, interpolations resolved."""
+    try:
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None)
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{key or 'config'}: {reason}") from None
+
+
+def _sweep_number() -> int | None:
+    hydra_config = HydraConfig.get()
+    return hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
+
+
+def run_app(task: Callable[[dict[str, Any]], None]) -> None:
+    """Compose the config from the command line and call `task(config)` with a plain dict, once per sweep job.
+
+    In a sweep with `run.dir` set, job n gets the folder run.dir/n.
+
+    Raises:
+        SystemExit: status 2 for a wrong config, or what the task decides.
+    """
+
+    def job(config: DictConfig) -> None:
+        try:
+            plain = _plain(config)
+            number = _sweep_number()
+            run = plain.get("run")
+            if number is not None and isinstance(run, dict) and isinstance(run.get("dir"), str):
+                run["dir"] = str(Path(run["dir"]) / str(number))
+        except ConfigError as error:
+            fail(str(error), status=CONFIG_ERROR_STATUS)
+        task(plain)
+
+    # Without this Hydra prints its own message and a stack trace hint; with it we get the exception.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    app = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="pretrain")(job)
+    try:
+        app()
+    except Exception as error:
+        if "debug=true" in sys.argv:
+            raise
+        fail(explain(error), status=CONFIG_ERROR_STATUS)

@@ -1,0 +1,154 @@
+"""Ranks on this host, from a fork server that has torch loaded: the first one costs an import, the others nothing."""
+
+import ctypes
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from megaasync.distributed.environment import RankEnvironment
+
+_GRACE_SECONDS = 8.0  # from an interrupt to the ranks' end by force
+_LINGER_SECONDS = 2.0  # from one rank's failure to the others' end by force
+_PRELOAD = "megaasync.train.worker"
+_PR_SET_PDEATHSIG = 1
+
+
+class RankFailed(RuntimeError):
+    """A rank ended with an error.
+
+    Attributes:
+        is_user_error: a wrong config, file or environment rather than a fault.
+        details: traceback, may be empty.
+    """
+
+    def __init__(self, message: str, *, is_user_error: bool, details: str) -> None:
+        super().__init__(message)
+        self.is_user_error, self.details = is_user_error, details
+
+
+class Interrupted(RuntimeError):
+    """The user asked for an end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What a rank says last."""
+
+    value: Any = None
+    error: str | None = None
+    is_user_error: bool = False
+    details: str = ""
+
+
+def _rank_main(
+    connection: Connection, target: Callable[..., Any], environment: RankEnvironment, args: tuple[Any, ...]
+) -> None:
+    # The parent alone decides what an interrupt means; without it the fork server dies, and this process with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        ended = _Ended(value=target(environment, *args))
+    except BaseException as error:
+        # ConfigError and DataError are ValueErrors of ours: the user's, and their message is enough.
+        own = type(error).__name__ in ("ConfigError", "DataError", "ScheduleError", "TrainingError")
+        is_user_error = own and isinstance(error, ValueError)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        message = str(error) if own else f"{type(error).__name__}: {error}{notes}"
+        ended = _Ended(error=message, is_user_error=is_user_error, details="" if own else traceback.format_exc())
+    connection.send(ended)
+    connection.close()
+    if ended.error is not None:
+        os._exit(1)  # the group may hang in its own clean-up when a peer is gone
+
+
+def spawn_ranks(target: Callable[..., Any], args: tuple[Any, ...], *, world_size: int) -> list[Any]:
+    """Run `target(environment, *args)` on `world_size` ranks of this host and wait for them.
+
+    Args:
+        target: importable by name.
+        args: picklable.
+        world_size: number of ranks.
+
+    Returns:
+        The ranks' return values, by rank.
+
+    Raises:
+        RankFailed: a rank failed; the others were ended.
+        Interrupted: SIGINT or SIGTERM came, and the ranks ended of themselves or were ended.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload([_PRELOAD])
+    interrupts: list[float] = []
+
+    def on_interrupt(*_: object) -> None:
+        interrupts.append(time.monotonic())
+
+    with tempfile.TemporaryDirectory(prefix="megaasync-") as meeting:
+        processes, connections = [], []
+        previous = {s: signal.signal(s, on_interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for rank in range(world_size):
+                receiving, sending = context.Pipe(duplex=False)
+                environment = RankEnvironment(
+                    rank, world_size, rank, world_size, f"file://{Path(meeting) / 'store'}"
+                )
+                process = context.Process(target=_rank_main, args=(sending, target, environment, args))
+                process.start()
+                sending.close()
+                processes.append(process)
+                connections.append(receiving)
+            return _wait_for(processes, connections, interrupts)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+            for process in processes:
+                process.join()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _wait_for(processes: list, connections: list[Connection], interrupts: list[float]) -> list[Any]:
+    """Collect every rank's last word; see `spawn_ranks`."""
+    ended: dict[int, _Ended] = {}
+    forwarded = False
+    failed_at: float | None = None
+    first_failure: _Ended | None = None
+    while len(ended) < len(processes):
+        waiting = {connection: rank for rank, connection in enumerate(connections) if rank not in ended}
+        for ready in wait(list(waiting), timeout=0.1):
+            rank = waiting[ready]
+            try:
+                ended[rank] = ready.recv()
+            except EOFError:
+                processes[rank].join()
+                ended[rank] = _Ended(error=f"rank {rank} died without a word (exit code {processes[rank].exitcode})")
+            if ended[rank].error is not None and first_failure is None:
+                first_failure, failed_at = ended[rank], time.monotonic()
+        now = time.monotonic()
+        if interrupts and not forwarded:
+            forwarded = True
+            for process in processes:
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGTERM)
+        if interrupts and (now > interrupts[0] + _GRACE_SECONDS or len(interrupts) > 1):
+            break
+        if failed_at is not None and now > failed_at + _LINGER_SECONDS:
+            break
+    if interrupts:
+        raise Interrupted("interrupted")
+    if first_failure is not None:
+        raise RankFailed(
+            first_failure.error, is_user_error=first_failure.is_user_error, details=first_failure.details
+        )
+    for process in processes:
+        process.join()
+    return [ended[rank].value for rank in range(len(processes))]

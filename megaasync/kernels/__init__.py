@@ -1,0 +1,1 @@
+"""How fast: operations with more than one implementation behind one name."""

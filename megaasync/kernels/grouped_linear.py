@@ -1,0 +1,51 @@
+"""Many linear layers at once, one per group of rows: the expert matmul.
+
+torch's grouped matmul where it can run, else a loop over the groups. The loop is the reference.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_ALIGNMENT = 16  # bytes; torch's grouped matmul refuses rows that are not a multiple of it
+
+
+def grouped_linear_loop(x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """y_r = W_e x_r for the rows r of group e, one matmul per group.
+
+    Args:
+        x_RI: [R, I] rows, sorted by group.
+        weight_EOI: [E, O, I].
+        counts_E: [E] int64, rows of each group; sums to R. Groups may be empty.
+
+    Returns:
+        [R, O].
+    """
+    parts = x_RI.split(counts_E.tolist())
+    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weight_EOI, strict=True)])
+
+
+def _can_group(x_RI: Tensor, weight_EOI: Tensor) -> bool:
+    rows_aligned = all(size * x_RI.element_size() % _ALIGNMENT == 0 for size in weight_EOI.shape[1:])
+    return x_RI.dtype is not torch.float64 and rows_aligned and hasattr(F, "grouped_mm") and x_RI.shape[0] > 0
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """torch's grouped matmul refuses an expanded gradient, as `y.sum().backward()` makes."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor) -> Tensor:  # noqa: ANN001 - torch's signature
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # noqa: ANN001 - torch's signature
+        return grad.contiguous()
+
+
+def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """As `grouped_linear_loop`, in one kernel where dtype and shape allow."""
+    if not _can_group(x_RI, weight_EOI):
+        return grouped_linear_loop(x_RI, weight_EOI, counts_E)
+    ends_E = counts_E.cumsum(0).to(torch.int32)
+    y_RO = F.grouped_mm(x_RI.contiguous(), weight_EOI.transpose(1, 2), offs=ends_E)
+    return _ContiguousGradient.apply(y_RO)

@@ -1,0 +1,1 @@
+"""What we see: metrics, trackers, progress, measured timeline, report."""

@@ -1,0 +1,122 @@
+"""The measured timeline: start and end of every action of every rank, bubble and Chrome trace from it.
+
+Times are `perf_counter` seconds, which on Linux is one clock for all processes of a host.
+"""
+
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from megaasync.schedules import Action, Op, Span, bubble_of
+
+_KEPT_ALWAYS = 20_000  # actions that an untraced run remembers, for its bubble
+_KEPT_TRACED = 500_000
+
+
+class Recorder:
+    """Remembers the newest actions of one rank, and the pauses in which it evaluated.
+
+    On a GPU an action's end is only known after a synchronisation, which `synchronize` makes; it is given when
+    tracing, and actions go unrecorded without it.
+    """
+
+    def __init__(self, rank: int, *, traced: bool, synchronize: Callable[[], None] | None, enabled: bool) -> None:
+        self._rank, self._synchronize, self._enabled = rank, synchronize, enabled
+        self.spans: deque[Span] = deque(maxlen=_KEPT_TRACED if traced else _KEPT_ALWAYS)
+        self.pauses: list[tuple[float, float]] = []
+
+    def add(self, action: Action, start: float) -> None:
+        """An action that began at `start` has ended now."""
+        if not self._enabled:
+            return
+        if self._synchronize is not None:
+            self._synchronize()
+        self.spans.append(Span(self._rank, action, start, perf_counter()))
+
+    def add_pause(self, start: float) -> None:
+        """An evaluation that began at `start` has ended now."""
+        self.pauses.append((start, perf_counter()))
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """All ranks' actions on one time axis without the evaluations.
+
+    Attributes:
+        spans: seconds from the first action.
+        num_ranks: ranks of the pipeline.
+    """
+
+    spans: list[Span]
+    num_ranks: int
+
+    def bubble(self, *, num_steps: int) -> float | None:
+        """Idle share from the first F of step 2 to the last action of step N-1 (1-based), over all ranks.
+
+        None if the run was too short, or nothing was recorded.
+        """
+        steps = self._whole_steps()
+        first, last = max(1, min(steps, default=1)), num_steps - 2
+        if last < first or first not in steps or last not in steps:
+            return None
+        return bubble_of(self.spans, num_ranks=self.num_ranks, first_step=first, last_step=last)
+
+    def _whole_steps(self) -> set[int]:
+        """Steps of which every rank still has all forwards: a bounded recorder forgets its oldest actions."""
+        counts: dict[int, int] = {}
+        for span in self.spans:
+            if span.action.op is Op.F:
+                counts[span.action.step] = counts.get(span.action.step, 0) + 1
+        most = max(counts.values(), default=0)
+        return {step for step, count in counts.items() if count == most}
+
+    def part(self, *, first_step: int, last_step: int) -> tuple[float, float]:
+        """The interval from the first F of one step to the last action of another."""
+        chosen = [span for span in self.spans if first_step <= span.action.step <= last_step]
+        start = min((span.start for span in chosen if span.action.op is Op.F), default=0.0)
+        return start, max((span.end for span in chosen), default=start)
+
+
+def merge(parts: list[tuple[list[Span], list[tuple[float, float]]]]) -> Timeline:
+    """Put all ranks' (spans, pauses) on one axis and take the evaluations out of it.
+
+    A pause lasts from the moment the last rank entered it to the moment the last one left it.
+    """
+    pauses = [
+        (max(start for start, _ in same), max(end for _, end in same))
+        for same in zip(*(pauses for _, pauses in parts), strict=True)
+    ]
+    spans = [span for spans, _ in parts for span in spans]
+    origin = min((span.start for span in spans), default=0.0)
+
+    def without_pauses(time: float) -> float:
+        return time - origin - sum(end - start for start, end in pauses if end <= time)
+
+    moved = [Span(s.rank, s.action, without_pauses(s.start), without_pauses(s.end)) for s in spans]
+    return Timeline(sorted(moved, key=lambda span: (span.start, span.rank)), len(parts))
+
+
+def write_chrome_trace(timeline: Timeline, path: Path) -> None:
+    """Write the timeline for chrome://tracing or Perfetto: one row per rank, microseconds."""
+    events: list[dict] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in range(timeline.num_ranks)
+    ]
+    for span in timeline.spans:
+        action = span.action
+        events.append(
+            {
+                "ph": "X",
+                "name": str(action),
+                "cat": action.op.value,
+                "pid": 0,
+                "tid": span.rank,
+                "ts": round(span.start * 1e6, 3),
+                "dur": round((span.end - span.start) * 1e6, 3),
+                "args": {"stage": action.stage, "step": action.step, "microbatch": action.microbatch},
+            }
+        )
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -1,0 +1,73 @@
+"""Where each parameter lies in one flat buffer, so that a step is a few kernels and not a Python loop over tensors.
+
+Parameters that share rule and decay lie together; matrices of equal shape lie together as a stack that one batched
+Newton-Schulz takes. Gradients, master weights, updates and compute weights all use the same layout.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megaasync.optim.routing import Route, Shape
+from megaasync.optim.update_rule import UpdateRule
+
+_ALIGNMENT = 64  # elements; keeps every group's start on a boundary that matmul kernels accept
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A run of the flat buffer that one rule takes at once.
+
+    Attributes:
+        start, end: elements.
+        matrix_shape: (rows, cols) of the stacked matrices, or None for a flat run of elements.
+    """
+
+    rule: UpdateRule
+    weight_decay: float
+    start: int
+    end: int
+    matrix_shape: tuple[int, int] | None
+
+    def view(self, flat: Tensor) -> Tensor:
+        """[n, rows, cols] or [n], as the rule wants it."""
+        run = flat[self.start : self.end]
+        return run if self.matrix_shape is None else run.view(-1, *self.matrix_shape)
+
+
+class FlatLayout:
+    """The layout of one stage's parameters.
+
+    Attributes:
+        names: parameters in the order they were given.
+        size: elements of the buffer, padding included.
+        groups: runs of equal rule, decay and matrix shape.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], routes: Mapping[str, Route]) -> None:
+        self.names = tuple(shapes)
+        self._shapes = dict(shapes)
+        members: dict[tuple, list[str]] = {}
+        for name, shape in shapes.items():
+            route = routes[name]
+            matrix_shape = (shape[-2], shape[-1]) if route.is_matrix_rule else None
+            members.setdefault((route.rule, route.weight_decay, matrix_shape), []).append(name)
+        self._starts: dict[str, int] = {}
+        groups, at = [], 0
+        for (rule, weight_decay, matrix_shape), names in members.items():
+            start = at
+            for name in names:
+                self._starts[name] = at
+                at += math.prod(shapes[name])
+            groups.append(Group(rule, weight_decay, start, at, matrix_shape))
+            at = -(-at // _ALIGNMENT) * _ALIGNMENT
+        self.groups, self.size = tuple(groups), at
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of a flat buffer, shaped, in the order of `names`."""
+        return [
+            flat[self._starts[name] : self._starts[name] + math.prod(shape)].view(shape)
+            for name, shape in self._shapes.items()
+        ]

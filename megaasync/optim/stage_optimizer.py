@@ -1,0 +1,66 @@
+"""One stage's step: scale and clip the gradient, move the master weights, publish the next compute weights.
+
+Error feedback needs no stored update (METHOD.md section 1): z_{t+1} = z_t - u_t(g_t) is the master, and the published
+weights are x = z_{t+1} - u_t, with u_t = lr (d_t + weight_decay z_t).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megaasync.optim.flat_layout import FlatLayout
+
+
+class StageOptimizer:
+    """Master weights z and rule states of one stage, all in one flat layout.
+
+    Attributes:
+        layout: where each parameter lies.
+        master: [layout.size] z, in at least float32.
+        num_updates: gradients absorbed.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        initial: list[Tensor],
+        *,
+        dtype: torch.dtype,
+        learning_rate: Callable[[int], float],
+        error_feedback: bool,
+    ) -> None:
+        self.layout = layout
+        self.master = torch.zeros(layout.size, dtype=dtype, device=initial[0].device)
+        for view, parameter in zip(layout.views(self.master), initial, strict=True):
+            view.copy_(parameter)
+        self._states = [group.rule.init(group.view(self.master)) for group in layout.groups]
+        self._learning_rate = learning_rate
+        self._error_feedback = error_feedback
+        self.num_updates = 0
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, *, scale: Tensor | float, publish: Tensor) -> None:
+        """Absorb one gradient and write the next version of the compute weights.
+
+        Args:
+            gradient: [layout.size] sum over the batch; scaled in place.
+            scale: makes it the clipped mean.
+            publish: [layout.size] in the compute dtype; receives x.
+        """
+        lr = self._learning_rate(self.num_updates)
+        self.num_updates += 1
+        gradient.mul_(scale)
+        for group, state in zip(self.layout.groups, self._states, strict=True):
+            z = group.view(self.master)
+            update = group.rule.direction(group.view(gradient), state, count=self.num_updates)
+            if group.weight_decay:
+                update.add_(z, alpha=group.weight_decay)
+            update.mul_(lr)
+            z.sub_(update)
+            target = group.view(publish)
+            if self._error_feedback:
+                torch.sub(z, update, out=update)
+                target.copy_(update)
+            else:
+                target.copy_(z)

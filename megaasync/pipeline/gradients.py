@@ -1,0 +1,49 @@
+"""Gradient sums, one flat buffer per step in flight: two steps never share one, whatever version they ran on.
+
+Batches 0 and 1 both run on version 0, so gradients are kept by step and not by weight slot. They are accumulated in
+place in at least float32.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from megaasync.optim.flat_layout import FlatLayout
+
+
+class GradientBuffers:
+    """The gradient sums of one stage; step t is in buffer t mod num_buffers."""
+
+    def __init__(self, modules: list[nn.Module], layout: FlatLayout, *, num_buffers: int, dtype: torch.dtype) -> None:
+        sample = next(modules[0].parameters())
+        self._buffers = [torch.zeros(layout.size, dtype=dtype, device=sample.device) for _ in range(num_buffers)]
+        self._views = [layout.views(buffer) for buffer in self._buffers]
+        self._accumulates_in_grad = sample.dtype is dtype
+        self._current: list[Tensor] = self._views[0]
+        self._attached: tuple[nn.Module, int] | None = None
+        if not self._accumulates_in_grad:
+            for module in modules:
+                for index, parameter in enumerate(module.parameters()):
+                    parameter.register_post_accumulate_grad_hook(self._adder(index))
+
+    def _adder(self, index: int):  # noqa: ANN202 - a torch hook
+        def add(parameter: Tensor) -> None:
+            self._current[index].add_(parameter.grad)
+            parameter.grad = None
+
+        return add
+
+    def attach(self, module: nn.Module, step: int) -> None:
+        """Make the backwards of `module` add to the sum of `step`; the first call for a step zeroes the sum."""
+        if self._attached == (module, step):
+            return
+        slot = step % len(self._buffers)
+        self._attached = (module, step)
+        self._buffers[slot].zero_()
+        self._current = self._views[slot]
+        if self._accumulates_in_grad:
+            for parameter, view in zip(module.parameters(), self._current, strict=True):
+                parameter.grad = view
+
+    def sum_of(self, step: int) -> Tensor:
+        """[layout.size] gradient sum of `step`."""
+        return self._buffers[step % len(self._buffers)]

@@ -1,0 +1,55 @@
+"""One cell of a pipeline table: which operation, of which stage, for which step and microbatch.
+
+Text form: ``2F5.0`` is stage 2, forward, step 5, microbatch 0; ``2S5`` is the optimizer step that absorbs the
+gradient of step 5 on stage 2.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Op(Enum):
+    """Operations of a pipeline table."""
+
+    F = "F"  # forward of one microbatch
+    B = "B"  # backward of one microbatch: input and weight gradients
+    NORM = "N"  # the stage's share of the global gradient norm is handed in; couples all stages
+    STEP = "S"  # the gradient of `step` is absorbed; weight version step + 1 is written
+
+
+COMPUTE_OPS = frozenset({Op.F, Op.B})
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One operation. `step` is relative inside a schedule's tables and absolute once unrolled."""
+
+    op: Op
+    stage: int
+    step: int
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        tail = "" if self.microbatch is None else f".{self.microbatch}"
+        return f"{self.stage}{self.op.value}{self.step}{tail}"
+
+
+_PATTERN = re.compile(r"(\d+)([FBNS])(-?\d+)(?:\.(\d+))?")
+
+
+def parse_action(text: str) -> Action:
+    """Read an action back from its text form.
+
+    Raises:
+        ValueError: the text is not an action.
+
+    Example:
+        >>> parse_action("2F5.0")
+        Action(op=<Op.F: 'F'>, stage=2, step=5, microbatch=0)
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise ValueError(f"'{text}' is not an action; expected a form like 2F5.0 or 2S5")
+    stage, op, step, microbatch = match.groups()
+    return Action(Op(op), int(stage), int(step), None if microbatch is None else int(microbatch))

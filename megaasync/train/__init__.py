@@ -1,0 +1,1 @@
+"""The run: builds everything from the config and trains."""

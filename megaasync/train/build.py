@@ -1,0 +1,168 @@
+"""From a config to a trainer: the only place that knows all rooms."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import distributed as dist
+
+from megaasync.config.schema import SyntheticData, TrainConfig
+from megaasync.data.indexed_dataset import IndexedDataset
+from megaasync.data.microbatches import TokenSequences, TrainingMicrobatches, ValidationMicrobatches
+from megaasync.data.prepare import PreparedData
+from megaasync.data.synthetic import MarkovSource
+from megaasync.distributed.environment import RankEnvironment
+from megaasync.distributed.p2p import TensorSpec
+from megaasync.models.initialize import initialize_
+from megaasync.models.partition import deal_layers
+from megaasync.models.transformer import DecoderStage
+from megaasync.nn.precision import at_least_float32
+from megaasync.observe.trace import Recorder
+from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.lr_schedule import lr_schedule
+from megaasync.optim.routing import route_parameters
+from megaasync.optim.stage_optimizer import StageOptimizer
+from megaasync.pipeline.executor import Executor
+from megaasync.pipeline.stage import PipelineStage
+from megaasync.schedules import PipelineSchedule, ScheduleReport, check, report
+from megaasync.train.plan import DTYPES, build_schedule
+from megaasync.train.trainer import Observer, Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    train: TokenSequences
+    validation: TokenSequences | None
+
+
+def _load_tokens(config: TrainConfig, prepared: PreparedData) -> _Tokens:
+    def cut(tokens: np.ndarray, name: str) -> TokenSequences:
+        return TokenSequences(
+            tokens, seq_length=config.model.seq_length, vocab_size=config.model.vocab_size, name=name
+        )
+
+    if isinstance(config.data, SyntheticData):
+        chain = MarkovSource(
+            vocab_size=config.model.vocab_size, branching=config.data.branching, seed=config.train.seed
+        )
+        held_out = max(config.data.num_tokens // 10, config.model.seq_length + 1)
+        return _Tokens(
+            cut(chain.tokens(num_tokens=config.data.num_tokens, stream=0), "synthetic data"),
+            cut(chain.tokens(num_tokens=held_out, stream=1), "synthetic validation data"),
+        )
+    train = IndexedDataset(prepared.train).tokens
+    if prepared.validation is None:
+        return _Tokens(cut(train, prepared.train), None)
+    validation = IndexedDataset(prepared.validation).tokens
+    too_short = len(validation) <= config.model.seq_length
+    return _Tokens(cut(train, prepared.train), None if too_short else cut(validation, prepared.validation))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Modules made within have this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build_stage(
+    config: TrainConfig, schedule: PipelineSchedule, figures: ScheduleReport, *, index: int, device: torch.device
+) -> PipelineStage:
+    """One stage with its weights, versions, gradient sums and optimizer."""
+    layers = deal_layers(config.model, num_stages=schedule.num_stages)[index]
+    dtype = DTYPES[config.train.dtype]
+    with _default_dtype(dtype), device:
+        module = DecoderStage(config.model, layers)
+    initialize_(module, config.model, seed=config.train.seed)
+    parameters = dict(module.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    layout = FlatLayout(shapes, route_parameters(shapes, config.optimizer))
+    optimizer = StageOptimizer(
+        layout,
+        [parameter.detach() for parameter in parameters.values()],
+        dtype=at_least_float32(dtype),
+        learning_rate=lr_schedule(config.train, peak=config.optimizer.lr),
+        error_feedback=config.correction.name == "error_feedback",
+    )
+    return PipelineStage(
+        module,
+        layout,
+        optimizer,
+        index=index,
+        num_stages=schedule.num_stages,
+        num_versions=figures.versions[index],
+        num_gradient_buffers=figures.gradient_buffers[index],
+    )
+
+
+def build_trainer(
+    config: TrainConfig,
+    *,
+    environment: RankEnvironment,
+    prepared: PreparedData,
+    device: torch.device,
+    observer: Observer | None = None,
+) -> Trainer:
+    """Everything one rank needs; the process group must be there if there are several ranks.
+
+    Args:
+        config: validated.
+        environment: this rank's place.
+        prepared: where the tokens are.
+        device: this rank's device.
+        observer: gets every row of metrics; rank 0 only.
+
+    Raises:
+        DataError: the tokens cannot be used.
+    """
+    schedule = build_schedule(config)
+    check(schedule)
+    figures = report(schedule)
+    tokens = _load_tokens(config, prepared)
+    rank, several = environment.rank, environment.world_size > 1
+    groups = {name: dist.new_group() if several else None for name in ("forward", "backward", "norm")}
+    stages = [
+        build_stage(config, schedule, figures, index=index, device=device) for index in schedule.stages_of(rank)
+    ]
+    is_cpu = device.type == "cpu"
+    recorder = Recorder(
+        rank,
+        traced=config.logging.trace,
+        synchronize=None if is_cpu else torch.cuda.synchronize,
+        enabled=is_cpu or config.logging.trace,
+    )
+    executor = Executor(
+        schedule,
+        stages,
+        TrainingMicrobatches(
+            tokens.train,
+            micro_batch_size=config.train.micro_batch_size,
+            num_microbatches=config.num_microbatches,
+            seed=config.train.seed,
+            device=device,
+        ),
+        rank=rank,
+        spec=TensorSpec(
+            (config.train.micro_batch_size, config.model.seq_length, config.model.hidden_size),
+            DTYPES[config.train.dtype],
+            device,
+        ),
+        groups=groups,
+        clip_grad_norm=config.train.clip_grad_norm,
+        # a send to a neighbour is taken at the latest when its answer is needed, microbatches in flight later
+        max_outstanding=max(figures.activations) + 2,
+        recorder=recorder,
+    )
+    validation = tokens.validation and ValidationMicrobatches(
+        tokens.validation,
+        micro_batch_size=config.train.micro_batch_size,
+        limit=config.train.eval_sequences,
+        device=device,
+    )
+    return Trainer(config, schedule, executor, validation, recorder=recorder, observer=observer)

@@ -1,0 +1,129 @@
+"""Rank 0's outputs: metrics.jsonl, the tracker, the progress line, and at the end summary, trace and report."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from megaasync.config.schema import TrainConfig
+from megaasync.observe.progress import Progress
+from megaasync.observe.report import metric_curves, render_page, render_table, show
+from megaasync.observe.run_files import MetricsFile, read_metrics, write_json, write_text
+from megaasync.observe.trace import Timeline, write_chrome_trace
+from megaasync.observe.tracker import WandbTracker
+from megaasync.schedules import render_svg, report, simulate
+from megaasync.train.plan import build_schedule, make_plan, render_plan
+from megaasync.train.trainer import TrainOutcome
+
+_STEPS_DRAWN = 3
+
+
+class RunOutput:
+    """Observes a run on rank 0 and writes its folder; a context manager."""
+
+    def __init__(self, config: TrainConfig, folder: Path, run_config: Mapping[str, Any]) -> None:
+        self._config, self._folder = config, folder
+        self._plan = make_plan(config)
+        self._metrics = MetricsFile(folder / "metrics.jsonl")
+        self._progress = Progress(steps=config.train.steps, interval=config.logging.interval)
+        wandb = config.logging.wandb
+        is_tracked = wandb.mode != "disabled"
+        self._tracker = WandbTracker(wandb, folder=folder, run_config=run_config) if is_tracked else None
+        self._began = perf_counter()
+
+    def __enter__(self) -> "RunOutput":
+        write_json(self._folder / "plan.json", self._plan)
+        self._metrics.write({"kind": "start", "step": 0, "checkpoint": None, "layout": self._plan["layout"]})
+        self._progress.__enter__()
+        self._progress.say(render_plan(self._plan))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._progress.__exit__()
+        self._metrics.close()
+        if self._tracker is not None:
+            self._tracker.close()
+            if self._tracker.problem:
+                print(f"wandb: {self._tracker.problem}; metrics.jsonl has every row", flush=True)
+        if error is not None:
+            write_json(self._folder / "summary.json", {"status": "failed", "message": str(error)})
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        """Write, track and show one row."""
+        self._metrics.write(row)
+        if self._tracker is not None:
+            self._tracker.log(row)
+        self._progress.show(row)
+
+    def finish(self, outcome: TrainOutcome) -> None:
+        """Write summary.json, trace.json and report.html."""
+        summary = self._summary(outcome)
+        if self._config.logging.trace:
+            write_chrome_trace(outcome.timeline, self._folder / "trace.json")
+        rows = read_metrics(self._folder / "metrics.jsonl")
+        write_text(self._folder / "report.html", self._report(summary, rows, outcome.timeline))
+        write_json(self._folder / "summary.json", summary)
+        self._progress.say(
+            f"{outcome.status} after {outcome.steps} steps: validation loss {show(outcome.val_loss)}, "
+            f"{show(outcome.tokens_per_second)} tokens/s, bubble {show(summary['bubble_measured'])} measured, "
+            f"{show(summary['bubble_planned'])} planned\nreport: {self._folder / 'report.html'}"
+        )
+
+    def _summary(self, outcome: TrainOutcome) -> dict[str, Any]:
+        bubble = outcome.timeline.bubble(num_steps=outcome.steps)
+        return {
+            "status": outcome.status,
+            "steps": outcome.steps,
+            "tokens": outcome.tokens,
+            "train_loss": outcome.train_loss,
+            "val_loss": outcome.val_loss,
+            "tokens_per_second": outcome.tokens_per_second,
+            "schedule": self._config.schedule.name,
+            "correction": self._config.correction.name,
+            "bubble_planned": self._plan["bubble"],
+            "bubble_measured": bubble,
+            "peak_memory_bytes": outcome.peak_memory_bytes,
+            "wall_seconds": perf_counter() - self._began,
+        }
+
+    def _report(self, summary: Mapping[str, Any], rows: list[dict[str, Any]], timeline: Timeline) -> str:
+        schedule = build_schedule(self._config)
+        planned = simulate(schedule, num_steps=_STEPS_DRAWN)
+        drawings = render_svg(
+            planned, title=f"planned: {schedule.name}, bubble {report(schedule).bubble:.1%}", unit="forwards"
+        )
+        middle = max(summary["steps"] // 2, 1)
+        start, end = timeline.part(first_step=middle, last_step=middle + _STEPS_DRAWN - 1)
+        if end > start:
+            measured = summary["bubble_measured"]
+            share = "" if measured is None else f", bubble {measured:.1%} over the run"
+            drawings += render_svg(
+                timeline.spans,
+                title=f"measured: steps {middle + 1} to {middle + _STEPS_DRAWN}{share}",
+                unit="seconds",
+                start=start,
+                end=end,
+            )
+        config = self._config
+        setting = {
+            "model": config.model.name,
+            "parameters": self._plan["total_parameters"],
+            "active": self._plan["active_parameters"],
+            "data": config.data.name,
+            "optimizer": config.optimizer.name,
+            "lr": config.optimizer.lr,
+            "stages": config.parallel.pipeline,
+            "microbatches": config.num_microbatches,
+            "dtype": config.train.dtype,
+            "seed": config.train.seed,
+        }
+        return render_page(
+            title=f"megaasync run {self._folder.name}",
+            sections=[
+                ("Result", render_table([summary])),
+                ("Setting", render_table([setting])),
+                ("Curves", metric_curves(rows)),
+                ("Pipeline", drawings),
+                ("Plan", f"<pre>{render_plan(self._plan)}</pre>"),
+            ],
+        )

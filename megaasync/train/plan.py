@@ -1,0 +1,123 @@
+"""The plan: what a layout needs and how its pipeline will run, from shapes alone; no weights are made."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megaasync.config.schema import ModelConfig, TrainConfig
+from megaasync.models.partition import deal_layers
+from megaasync.models.transformer import DecoderStage
+from megaasync.nn.precision import at_least_float32
+from megaasync.optim.routing import Shape, route_parameters
+from megaasync.schedules import SCHEDULES, PipelineSchedule, report
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_schedule(config: TrainConfig) -> PipelineSchedule:
+    """The schedule that the config names, at the config's sizes."""
+    return SCHEDULES[config.schedule.name](
+        num_stages=config.parallel.pipeline, num_microbatches=config.num_microbatches
+    )
+
+
+def stage_shapes(model: ModelConfig, layers: range) -> dict[str, Shape]:
+    """Parameter shapes of one stage, by name, from the meta device."""
+    with torch.device("meta"):
+        stage = DecoderStage(model, layers)
+    return {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
+
+
+def count_parameters(shapes: Mapping[str, Shape], model: ModelConfig) -> tuple[int, int]:
+    """(all, active per token): of the routed experts a token uses top_k."""
+    total = active = 0
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        total += count
+        is_expert = ".experts." in name
+        active += count * model.moe.top_k // model.moe.num_experts if is_expert else count
+    return total, active
+
+
+def make_plan(config: TrainConfig) -> dict[str, Any]:
+    """What plan.json holds.
+
+    Returns:
+        Parameters; per stage its rank, layers, parameters and bytes by kind; bubble and slack of the schedule in
+        units of one forward, with a backward of two; tokens and communication per step.
+    """
+    model, schedule = config.model, build_schedule(config)
+    dtype = DTYPES[config.train.dtype]
+    compute, main = dtype.itemsize, at_least_float32(dtype).itemsize
+    figures = report(schedule)
+    message = config.train.micro_batch_size * model.seq_length * model.hidden_size * compute
+    stages, total, active = [], 0, 0
+    for index, layers in enumerate(deal_layers(model, num_stages=config.parallel.pipeline)):
+        shapes = stage_shapes(model, layers)
+        count, used = count_parameters(shapes, model)
+        total, active = total + count, active + used
+        routes = route_parameters(shapes, config.optimizer)
+        state_tensors = {"Sgd": 0, "AdamW": 2, "Muon": 1}
+        state = sum(math.prod(shapes[n]) * state_tensors[type(r.rule).__name__] for n, r in routes.items())
+        stages.append(
+            {
+                "stage": index,
+                "rank": schedule.rank_of_stage[index],
+                "layers": [layers.start, layers.stop],
+                "parameters": count,
+                "weight_versions": figures.versions[index],
+                "microbatches_in_flight": figures.activations[index],
+                "bytes": {
+                    "weights": count * compute * figures.versions[index],
+                    "gradients": count * main * figures.gradient_buffers[index],
+                    "master": count * main,
+                    "optimizer_state": state * main,
+                },
+                "slack": figures.slack[index],
+            }
+        )
+    neighbours = 2 * (config.parallel.pipeline - 1)
+    return {
+        "total_parameters": total,
+        "active_parameters": active,
+        "world_size": config.world_size,
+        "layout": {"tensor": 1, "expert": 1, "data": 1, "pipeline": config.parallel.pipeline},
+        "schedule": schedule.name,
+        "correction": config.correction.name,
+        "num_microbatches": schedule.num_microbatches,
+        "tokens_per_step": config.train.global_batch_size * model.seq_length,
+        "bubble": figures.bubble,
+        "stages": stages,
+        "communication_bytes_per_step": neighbours * schedule.num_microbatches * message,
+    }
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+def render_plan(plan: Mapping[str, Any]) -> str:
+    """The plan for people."""
+    lines = [
+        f"parameters {plan['total_parameters']:,} (active per token {plan['active_parameters']:,})",
+        f"layout     {plan['layout']['pipeline']} pipeline stage(s), {plan['world_size']} rank(s)",
+        f"schedule   {plan['schedule']}, correction {plan['correction']}, {plan['num_microbatches']} microbatches per "
+        f"step, {plan['tokens_per_step']:,} tokens per step",
+        f"bubble     {plan['bubble']:.1%} planned (forward 1, backward 2, no hop or step cost)",
+    ]
+    for stage in plan["stages"]:
+        kinds = ", ".join(f"{kind.replace('_', ' ')} {_size(count)}" for kind, count in stage["bytes"].items())
+        first, end = stage["layers"]
+        lines.append(
+            f"stage {stage['stage']}    rank {stage['rank']}, layers {first} to {end - 1}, "
+            f"{stage['parameters']:,} parameters: {kinds}; {stage['weight_versions']} weight version(s), "
+            f"{stage['microbatches_in_flight']} microbatch(es) in flight, slack {stage['slack']:.3g} forwards"
+        )
+    lines.append(f"transfer   {_size(plan['communication_bytes_per_step'])} per step between stages")
+    return "\n".join(lines)

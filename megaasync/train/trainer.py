@@ -1,0 +1,172 @@
+"""The loop: segments of steps between evaluations, then settle, then the final evaluation."""
+
+import math
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol
+
+from torch import distributed as dist
+
+from megaasync.config.schema import TrainConfig
+from megaasync.data.microbatches import ValidationMicrobatches
+from megaasync.observe.trace import Recorder, Timeline, merge
+from megaasync.optim.lr_schedule import lr_multiplier
+from megaasync.pipeline.executor import Executor, StepResult
+from megaasync.schedules import PipelineSchedule
+
+
+class Observer(Protocol):
+    """Whoever wants to see rows as they are made; on rank 0."""
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        """A train or val row of metrics.jsonl."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOutcome:
+    """What a run came to.
+
+    Attributes:
+        status: completed or interrupted.
+        steps: steps done.
+        tokens: valid tokens seen.
+        train_loss: of the last step.
+        val_loss: of the settled z; None if interrupted or without validation data.
+        tokens_per_second: between the first and the last step, evaluations left out.
+        peak_memory_bytes: of the rank that used most.
+        timeline: measured, all ranks.
+    """
+
+    status: str
+    steps: int
+    tokens: int
+    train_loss: float | None
+    val_loss: float | None
+    tokens_per_second: float | None
+    peak_memory_bytes: int
+    timeline: Timeline
+
+
+class Trainer:
+    """Runs a configured training on one rank; all ranks run the same trainer."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        schedule: PipelineSchedule,
+        executor: Executor,
+        validation: ValidationMicrobatches | None,
+        *,
+        recorder: Recorder,
+        observer: Observer | None = None,
+    ) -> None:
+        self._config, self._schedule, self.executor = config, schedule, executor
+        self._validation, self._recorder, self._observer = validation, recorder, observer
+        self._tokens, self._last_loss = 0, None
+        self._finish_times: list[float] = []  # first and newest, evaluations taken out
+        self._evaluating = 0.0
+        self._began = perf_counter()
+
+    def request_stop(self) -> None:
+        """End after the step that all ranks agree on."""
+        self.executor.request_stop()
+
+    def train(self) -> TrainOutcome:
+        """Train from the first step to the last, or to a stop."""
+        self._began = perf_counter()
+        done, stopped = 0, False
+        for end in self._segment_ends():
+            for result in self.executor.run(done, end):
+                self._report(result)
+                done, stopped = result.step + 1, stopped or result.stop
+            if stopped:
+                return self._outcome("interrupted", done, None)
+            if end < self._config.train.steps:
+                self._evaluate(end)
+        for _ in self.executor.run(done, done, settle=True):
+            pass
+        return self._outcome("completed", done, self._evaluate(done))
+
+    def _segment_ends(self) -> Iterator[int]:
+        """Steps after which the pipeline is emptied: before every evaluation, and at the end."""
+        steps, interval = self._config.train.steps, self._config.train.eval_interval
+        if interval is not None and self._validation is not None:
+            yield from range(interval, steps, interval)
+        yield steps
+
+    def _report(self, result: StepResult) -> None:
+        step, tokens = result.step, result.tokens
+        before = self._finish_times[-1] if self._finish_times else self._began
+        finished = result.finished - self._evaluating
+        self._finish_times[1:] = [finished]
+        self._tokens += tokens
+        self._last_loss = result.loss
+        self._emit(
+            {
+                "kind": "train",
+                "step": step + 1,
+                "loss": result.loss,
+                "lr": self._config.optimizer.lr * lr_multiplier(self._config.train, step),
+                "grad_norm": result.grad_norm,
+                "tokens": self._tokens,
+                "tokens_per_second": tokens / max(finished - before, 1e-9),
+                "staleness": self._schedule.staleness(step),
+            }
+        )
+
+    def _emit(self, row: dict[str, Any]) -> None:
+        if self._observer is not None:
+            self._observer.on_row(row)
+
+    def _evaluate(self, done: int) -> float | None:
+        """Validation loss of z, the newest master; under error feedback also of the published x.
+
+        The pipeline is empty. z goes into the slot that the next update overwrites, so nothing in use is touched.
+        """
+        if self._validation is None:
+            return None
+        start = perf_counter()
+        version = self.executor.num_updates
+        row: dict[str, Any] = {"kind": "val", "step": done}
+        if max(self._schedule.delay) == 0:
+            row["loss"] = self._loss_of(version)
+        else:
+            for stage in self.executor.stages:
+                stage.versions.flat(version + 1).copy_(stage.optimizer.master)
+            row["loss"] = self._loss_of(version + 1)
+            if self._config.correction.name == "error_feedback":
+                row["loss_x"] = self._loss_of(version)
+        self._recorder.add_pause(start)
+        self._evaluating += perf_counter() - start
+        self._emit(row)
+        return row["loss"]
+
+    def _loss_of(self, version: int) -> float:
+        return self.executor.evaluate(
+            self._validation, num_microbatches=self._validation.num_microbatches, version=version
+        )
+
+    def _outcome(self, status: str, done: int, val_loss: float | None) -> TrainOutcome:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        mine = (list(self._recorder.spans), self._recorder.pauses, memory)
+        parts = [mine]
+        if dist.is_initialized():
+            parts = [mine] * dist.get_world_size()
+            dist.all_gather_object(parts, mine)
+        rate = None
+        if len(self._finish_times) == 2 and done > 1:
+            elapsed = self._finish_times[1] - self._finish_times[0]
+            rate = self._tokens * (done - 1) / done / max(elapsed, 1e-9)
+        loss = self._last_loss
+        return TrainOutcome(
+            status=status,
+            steps=done,
+            tokens=self._tokens,
+            train_loss=loss if loss is None or math.isfinite(loss) else None,
+            val_loss=val_loss,
+            tokens_per_second=rate,
+            peak_memory_bytes=max(part[2] for part in parts),
+            timeline=merge([(part[0], part[1]) for part in parts]),
+        )
