@@ -1,0 +1,125 @@
+"""The delayed training loop written by hand, on one process: METHOD.md section 1 in the plainest form.
+
+It imports nothing of megaasync's optim or pipeline. Faults can be put in on purpose.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch.func import functional_call
+
+from megaasync.config import TrainConfig
+from megaasync.data.microbatches import TokenSequences, TrainingMicrobatches
+from megaasync.data.synthetic import MarkovSource
+from megaasync.models.initialize import initialize_
+from megaasync.models.partition import deal_layers
+from megaasync.models.transformer import DecoderStage
+
+Tensors = dict[str, torch.Tensor]
+
+
+def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    x = matrix / matrix.norm()
+    if tall := x.shape[0] > x.shape[1]:
+        x = x.T
+    for _ in range(steps):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if tall else x
+
+
+def is_muon_matrix(name: str, weight: torch.Tensor, config: TrainConfig) -> bool:
+    excluded = ("embedding" in name) or ("head" in name) or ("router" in name)
+    return config.optimizer.name == "muon" and weight.dim() >= 2 and not excluded
+
+
+def direction(name: str, g: torch.Tensor, state: Tensors, t: int, config: TrainConfig) -> torch.Tensor:
+    o = config.optimizer
+    if o.name == "sgd":
+        return g
+    if is_muon_matrix(name, g, config):
+        state["m"] = o.momentum * state.get("m", 0) + (1 - o.momentum) * g
+        n = (1 - o.momentum) * g + o.momentum * state["m"]
+        matrices = n if n.dim() == 3 else n[None]
+        scale = 0.2 * math.sqrt(max(g.shape[-2:]))
+        return torch.stack([scale * newton_schulz(one, o.newton_schulz_steps) for one in matrices]).view(g.shape)
+    b1, b2 = o.betas
+    state["m"] = b1 * state.get("m", 0) + (1 - b1) * g
+    state["v"] = b2 * state.get("v", 0) + (1 - b2) * g * g
+    return (state["m"] / (1 - b1**t)) / ((state["v"] / (1 - b2**t)).sqrt() + o.eps)
+
+
+def learning_rate(k: int, config: TrainConfig) -> float:
+    warmup, steps, low = config.train.warmup_steps, config.train.steps, config.train.final_lr_ratio
+    if k < warmup:
+        return config.optimizer.lr * (k + 1) / warmup
+    if config.train.lr_schedule == "constant":
+        return config.optimizer.lr
+    turn = math.cos(math.pi * (k - warmup) / max(steps - 1 - warmup, 1))
+    return config.optimizer.lr * (low + (1 - low) * (1 + turn) / 2)
+
+
+def clip_groups(names: list[str], config: TrainConfig, fault: str | None) -> list[list[str]]:
+    """Parameters that are clipped by one common norm: all of them, unless the fault is to clip per stage."""
+    if fault != "clip per stage":
+        return [names]
+    groups = []
+    for layers in deal_layers(config.model, num_stages=2):
+        stage = DecoderStage(config.model, layers)
+        groups.append([name for name, _ in stage.named_parameters()])
+    return groups
+
+
+def reference_run(config: TrainConfig, *, delay: int, fault: str | None = None) -> tuple[list, list, dict]:
+    """Losses, global gradient norms and final weights of a run with the given delay."""
+    torch.set_default_dtype(torch.float64)
+    model = DecoderStage(config.model, range(config.model.num_layers))
+    torch.set_default_dtype(torch.float32)
+    initialize_(model, config.model, seed=config.train.seed)
+    chain = MarkovSource(vocab_size=config.model.vocab_size, branching=config.data.branching, seed=config.train.seed)
+    tokens = chain.tokens(num_tokens=config.data.num_tokens, stream=0)
+    m, o, T = config.num_microbatches, config.optimizer, config.train.steps
+    sequences = TokenSequences(
+        tokens, seq_length=config.model.seq_length, vocab_size=config.model.vocab_size, name="reference"
+    )
+    data = TrainingMicrobatches(
+        sequences,
+        micro_batch_size=config.train.micro_batch_size,
+        num_microbatches=m,
+        seed=config.train.seed,
+        device=torch.device("cpu"),
+    )
+    error_feedback = config.correction.name == "error_feedback"
+    z = {name: p.detach().clone() for name, p in model.named_parameters()}
+    x = [dict(z)]  # x[v]: what version v publishes
+    states: dict[str, Tensors] = {name: {} for name in z}
+    losses, norms = [], []
+    for t in range(T):
+        weights = {name: w.clone().requires_grad_() for name, w in x[max(t - delay, 0)].items()}
+        loss = sum(functional_call(model, weights, (None, data.get(t, i))) for i in range(m))
+        loss = loss / (m * config.train.micro_batch_size * config.model.seq_length)
+        g = dict(zip(weights, torch.autograd.grad(loss, weights.values()), strict=True))
+        losses.append(loss.item())
+        norms.append(math.sqrt(sum(one.square().sum().item() for one in g.values())))
+        for names in clip_groups(list(g), config, fault):
+            norm = math.sqrt(sum(g[name].square().sum().item() for name in names))
+            for name in names:
+                g[name] = g[name] * min(1.0, config.train.clip_grad_norm / norm)
+        if fault == "no settling" and delay > 0 and t == T - 1:
+            break
+        new_x = {}
+        for name in z:
+            decay = 0.0 if z[name].dim() == 1 else o.weight_decay
+            at = x[-1][name] if fault == "decay at x" else z[name]
+            u = learning_rate(t, config) * (direction(name, g[name], states[name], t + 1, config) + decay * at)
+            z[name] = z[name] - u
+            new_x[name] = z[name] - u if error_feedback else z[name]
+        x.append(new_x)
+    return losses, norms, {name: w.numpy() for name, w in z.items()}
+
+
+def largest_gap(run_weights: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> float:
+    """Largest difference of two sets of weights, relative to each tensor's size."""
+    assert run_weights.keys() == weights.keys()
+    return max(float(np.abs(run_weights[n] - w).max() / np.abs(w).max()) for n, w in weights.items())

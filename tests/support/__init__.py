@@ -1,0 +1,1 @@
+"""Helpers of the tests: configs, ranks, and a run that returns its numbers."""

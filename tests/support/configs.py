@@ -1,0 +1,90 @@
+"""Small configs as plain dicts, as Hydra would give them."""
+
+import copy
+from typing import Any
+
+from megaasync.config import TrainConfig, read, validate
+
+_OPTIMIZERS = {
+    "sgd": {"name": "sgd", "lr": 0.5, "weight_decay": 0.1},
+    "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8},
+    "muon": {
+        "name": "muon",
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "newton_schulz_steps": 5,
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+    },
+}
+
+_BASE: dict[str, Any] = {
+    "model": {
+        "name": "test",
+        "num_layers": 4,
+        "hidden_size": 16,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 24,
+        "vocab_size": 64,
+        "seq_length": 8,
+        "tie_embeddings": False,
+        "rope_theta": 10000.0,
+        "norm_eps": 1e-5,
+        "init_std": 0.1,
+        "moe": {
+            "num_experts": 4,
+            "top_k": 2,
+            "ffn_hidden_size": 12,
+            "num_shared_experts": 1,
+            "first_dense_layers": 1,
+        },
+    },
+    "optimizer": _OPTIMIZERS["muon"],
+    "schedule": {"name": "2bw"},
+    "correction": {"name": "none"},
+    "parallel": {"tensor": 1, "expert": 1, "pipeline": 1, "data": 1},
+    "train": {
+        "steps": 20,
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "seed": 3,
+        "dtype": "float64",
+        "clip_grad_norm": 0.5,
+        "eval_interval": None,
+        "eval_sequences": 10,
+        "lr_schedule": "cosine",
+        "warmup_steps": 4,
+        "final_lr_ratio": 0.1,
+        "decay_steps": 5,
+    },
+    "data": {"name": "synthetic", "num_tokens": 6000, "branching": 3},
+    "logging": {
+        "interval": 10,
+        "trace": False,
+        "wandb": {"mode": "disabled", "project": "p", "run_name": None},
+    },
+    "run": {"dir": None},
+    "device": "cpu",
+    "debug": False,
+    "dry_run": False,
+}
+
+
+def plain_config(optimizer: str = "muon", **overrides: Any) -> dict[str, Any]:
+    """A small run as a plain dict; overrides are dotted keys with `__` for the dot."""
+    config = copy.deepcopy(_BASE)
+    config["optimizer"] = copy.deepcopy(_OPTIMIZERS[optimizer])
+    for key, value in overrides.items():
+        *path, last = key.split("__")
+        place = config
+        for part in path:
+            place = place[part]
+        place[last] = value
+    return config
+
+
+def small_config(optimizer: str = "muon", **overrides: Any) -> TrainConfig:
+    """The same, read and validated."""
+    return validate(read(TrainConfig, plain_config(optimizer, **overrides)))

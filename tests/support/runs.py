@@ -1,0 +1,77 @@
+"""A real run on real gloo ranks that returns its rows and weights instead of writing a folder."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from megaasync.config import TrainConfig
+from megaasync.data.prepare import PreparedData
+from megaasync.distributed.environment import RankEnvironment
+from megaasync.distributed.groups import join_group, leave_group
+from megaasync.entry.spawn import spawn_ranks
+from megaasync.train.build import build_trainer
+from megaasync.train.worker import _TIMEOUT
+
+
+@dataclass
+class RunNumbers:
+    """Rows of metrics, final master weights by parameter name, and the outcome's validation loss."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    val_loss: float | None = None
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def column(self, name: str) -> np.ndarray:
+        return np.array([row[name] for row in self.rows if row["kind"] == "train"])
+
+
+def run_rank(environment: RankEnvironment, config: TrainConfig) -> RunNumbers:
+    """Train on this rank and collect."""
+    device = torch.device("cpu")
+    join_group(environment, device=device, timeout=_TIMEOUT)
+    torch.set_num_threads(1)
+    numbers = RunNumbers()
+    trainer = build_trainer(
+        config,
+        environment=environment,
+        prepared=PreparedData(None, None, None),
+        device=device,
+        observer=numbers,
+    )
+    numbers.val_loss = trainer.train().val_loss
+    for stage in trainer.executor.stages:
+        layout = stage.optimizer.layout
+        for name, weight in zip(layout.names, layout.views(stage.optimizer.master), strict=True):
+            numbers.weights[name] = weight.numpy().copy()
+    leave_group()
+    return numbers
+
+
+def _stable(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "tokens_per_second"}
+
+
+def run(config: TrainConfig) -> RunNumbers:
+    """Train on as many ranks as the config says; weights of all stages are put together, rows are rank 0's."""
+    parts = spawn_ranks(run_rank, (config,), world_size=config.world_size)
+    whole = parts[0]
+    for part in parts[1:]:
+        assert [_stable(r) for r in part.rows] == [_stable(r) for r in whole.rows], "ranks disagree about the metrics"
+        whole.weights |= part.weights
+    return whole
+
+
+def assert_same_run(left: RunNumbers, right: RunNumbers, *, tolerance: float) -> None:
+    """Losses, gradient norms and final weights agree, relative to their size."""
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(left.column(name), right.column(name), rtol=tolerance, atol=0, err_msg=name)
+    np.testing.assert_allclose(left.val_loss, right.val_loss, rtol=tolerance)
+    assert left.weights.keys() == right.weights.keys()
+    for name, weight in left.weights.items():
+        scale = np.abs(weight).max()
+        np.testing.assert_allclose(weight, right.weights[name], rtol=0, atol=tolerance * scale, err_msg=name)
