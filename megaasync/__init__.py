@@ -14,7 +14,14 @@ _HOMES = {
     "render": "megaasync.schedules.render",
 }
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "SCHEDULES",
+    "PipelineSchedule",
+    "TrainConfig",
+    "build_trainer",
+    "check",
+    "render",
+]
 
 
 def __getattr__(name: str) -> Any:

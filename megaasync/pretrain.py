@@ -11,7 +11,7 @@ from megaasync.config import ConfigError, TrainConfig, read, validate
 from megaasync.data import DataError
 from megaasync.distributed.environment import RankEnvironment, launched_environment
 from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, fail, run_app
-from megaasync.entry.run_folder import make_run_folder
+from megaasync.entry.run_folder import make_run_folder, release_run_folder
 from megaasync.entry.spawn import Interrupted, RankFailed, spawn_ranks
 from megaasync.observe.run_files import write_json, write_text
 
@@ -61,6 +61,11 @@ def _prepare(config: TrainConfig, plain: dict[str, Any], *, is_first: bool) -> t
     return prepared, folder
 
 
+def _release(folder: Path | None) -> None:
+    if folder is not None:
+        release_run_folder(folder)
+
+
 def pretrain(plain: dict[str, Any]) -> None:
     """Run one config: checked first, then on as many ranks as the layout needs.
 
@@ -83,10 +88,12 @@ def pretrain(plain: dict[str, Any]) -> None:
             if _worker_module().run_rank(environment, config, prepared, folder, plain) == "interrupted":
                 raise Interrupted("interrupted")
     except (ConfigError, DataError) as error:
+        _release(folder)
         if plain.get("debug") is True:
             raise
         fail(str(error), status=CONFIG_ERROR_STATUS)
     except RankFailed as error:
+        _release(folder)
         if error.details:
             print(error.details, file=sys.stderr)
         fail(str(error), status=CONFIG_ERROR_STATUS if error.is_user_error else 1)

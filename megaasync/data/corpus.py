@@ -45,9 +45,7 @@ class PythonStdlibCorpus:
     def __init__(self) -> None:
         self._root = Path(sysconfig.get_paths()["stdlib"])
         self._files = sorted(
-            path
-            for path in self._root.rglob("*.py")
-            if not _NOT_CORPUS & set(path.relative_to(self._root).parts)
+            path for path in self._root.rglob("*.py") if not _NOT_CORPUS & set(path.relative_to(self._root).parts)
         )
         if not self._files:
             raise DataError(

@@ -33,7 +33,7 @@ class IndexedWriter:
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
         self._lengths = array("i")
-        self._file = open(prefix.with_name(prefix.name + ".bin"), "wb")
+        self._file = open(prefix.with_name(prefix.name + ".bin"), "wb")  # noqa: SIM115 - closed on leaving the context
 
     def add_document(self, tokens: list[int] | np.ndarray) -> None:
         """Append one document, its end-of-document token included.

@@ -96,9 +96,7 @@ class TrainingMicrobatches:
         chosen = np.empty(self._micro, dtype=np.int64)
         for one in np.unique(epoch):
             here = epoch == one
-            chosen[here] = permuted(
-                within[here], size=self._sequences.num_sequences, seed=self._seed, epoch=int(one)
-            )
+            chosen[here] = permuted(within[here], size=self._sequences.num_sequences, seed=self._seed, epoch=int(one))
         return chosen
 
     def get(self, step: int, microbatch: int) -> Microbatch:

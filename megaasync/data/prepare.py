@@ -114,8 +114,10 @@ def _prepare_corpus(
     _make_folder(cache, "data.cache_dir")
     fingerprint = corpus.fingerprint()
     with _locked(cache / "lock"):
-        path = Path(tokenizer_path) if tokenizer_path else _tokenizer_for(
-            corpus, cache, fingerprint, vocab_size=vocab_size, fraction=fraction, say=say
+        path = (
+            Path(tokenizer_path)
+            if tokenizer_path
+            else _tokenizer_for(corpus, cache, fingerprint, vocab_size=vocab_size, fraction=fraction, say=say)
         )
         tokenizer = Tokenizer(path)
         if tokenizer.vocab_size > vocab_size:

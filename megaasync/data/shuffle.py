@@ -1,4 +1,6 @@
-"""A permutation of 0 .. n-1 that is computed, not stored: a Feistel network with cycle walking (Black and Rogaway 2002).
+"""A permutation of 0 .. n-1 that is computed, not stored: a Feistel network with cycle walking.
+
+Source: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002.
 
 Any rank can ask for any position of any epoch without memory that grows with the data.
 """

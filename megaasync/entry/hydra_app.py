@@ -51,8 +51,9 @@ def explain(error: BaseException) -> str:
             return f"{key}: cannot be set with these choices; its group is null or of another kind here"
         near = did_you_mean(key, known) or did_you_mean(key, _groups())
         return f"{key}: unknown key{near}; python -m megaasync.pretrain --cfg job shows all keys"
-    if match := re.search(r"(?:parsing override|override) '([^'\n]*)'", text):
-        override = match.group(1)
+    match = re.search(r"(?:parsing override|override) '([^'\n]*)'", text)
+    override = getattr(error, "override", None) or (match.group(1) if match else None)
+    if override is not None:
         key, _, value = override.partition("=")
         return (
             f"{override}: cannot be read as key=value; give key=value, and quote values with special signs, as in "

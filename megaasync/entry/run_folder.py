@@ -50,3 +50,13 @@ def _new_folder(label: str) -> Path:
                 f"run.dir={folder}: cannot be made ({error.strerror}); set run.dir to a folder you may write to"
             ) from None
     raise ConfigError("run.dir: no free name under runs/; set run.dir")
+
+
+def release_run_folder(folder: Path) -> None:
+    """Take the claim back if the run never began, so that the corrected command may use the same folder."""
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size == 0:
+        for name in ("metrics.jsonl", "config.yaml"):
+            (folder / name).unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()

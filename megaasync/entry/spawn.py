@@ -97,9 +97,7 @@ def spawn_ranks(target: Callable[..., Any], args: tuple[Any, ...], *, world_size
         try:
             for rank in range(world_size):
                 receiving, sending = context.Pipe(duplex=False)
-                environment = RankEnvironment(
-                    rank, world_size, rank, world_size, f"file://{Path(meeting) / 'store'}"
-                )
+                environment = RankEnvironment(rank, world_size, rank, world_size, f"file://{Path(meeting) / 'store'}")
                 process = context.Process(target=_rank_main, args=(sending, target, environment, args))
                 process.start()
                 sending.close()
@@ -120,8 +118,8 @@ def _wait_for(processes: list, connections: list[Connection], interrupts: list[f
     """Collect every rank's last word; see `spawn_ranks`."""
     ended: dict[int, _Ended] = {}
     forwarded = False
-    failed_at: float | None = None
-    first_failure: _Ended | None = None
+    failures: list[_Ended] = []  # in order of time
+    failed_at = 0.0
     while len(ended) < len(processes):
         waiting = {connection: rank for rank, connection in enumerate(connections) if rank not in ended}
         for ready in wait(list(waiting), timeout=0.1):
@@ -131,8 +129,9 @@ def _wait_for(processes: list, connections: list[Connection], interrupts: list[f
             except EOFError:
                 processes[rank].join()
                 ended[rank] = _Ended(error=f"rank {rank} died without a word (exit code {processes[rank].exitcode})")
-            if ended[rank].error is not None and first_failure is None:
-                first_failure, failed_at = ended[rank], time.monotonic()
+            if ended[rank].error is not None:
+                failed_at = failed_at if failures else time.monotonic()
+                failures.append(ended[rank])
         now = time.monotonic()
         if interrupts and not forwarded:
             forwarded = True
@@ -141,14 +140,14 @@ def _wait_for(processes: list, connections: list[Connection], interrupts: list[f
                     os.kill(process.pid, signal.SIGTERM)
         if interrupts and (now > interrupts[0] + _GRACE_SECONDS or len(interrupts) > 1):
             break
-        if failed_at is not None and now > failed_at + _LINGER_SECONDS:
+        if failures and now > failed_at + _LINGER_SECONDS:
             break
     if interrupts:
         raise Interrupted("interrupted")
-    if first_failure is not None:
-        raise RankFailed(
-            first_failure.error, is_user_error=first_failure.is_user_error, details=first_failure.details
-        )
+    if failures:
+        # A rank that lost its peer fails too, sometimes sooner than the news of the peer arrives.
+        cause = next((one for one in failures if "Connection closed by peer" not in one.error), failures[0])
+        raise RankFailed(cause.error, is_user_error=cause.is_user_error, details=cause.details)
     for process in processes:
         process.join()
     return [ended[rank].value for rank in range(len(processes))]

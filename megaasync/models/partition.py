@@ -1,5 +1,7 @@
 """Layers to stages: contiguous runs that keep the most expensive stage as cheap as it can be."""
 
+import itertools
+
 from megaasync.config.schema import ModelConfig
 from megaasync.models.transformer import is_moe_layer
 
@@ -51,4 +53,4 @@ def deal_layers(config: ModelConfig, *, num_stages: int) -> tuple[range, ...]:
     for stages in range(num_stages, 0, -1):
         cuts.append(-best[cuts[-1], stages][1])
     cuts.reverse()
-    return tuple(range(first, end) for first, end in zip(cuts, cuts[1:], strict=False))
+    return tuple(range(first, end) for first, end in itertools.pairwise(cuts))

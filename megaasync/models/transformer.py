@@ -26,9 +26,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.attention_norm = RMSNorm(hidden, eps=config.norm_eps)
-        self.attention = Attention(
-            hidden_size=hidden, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
-        )
+        self.attention = Attention(hidden_size=hidden, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
         self.mlp_norm = RMSNorm(hidden, eps=config.norm_eps)
         if is_moe_layer(config, layer):
             moe = config.moe

@@ -60,9 +60,7 @@ class MoE(nn.Module):
         super().__init__()
         self._num_experts = num_experts
         self.router = Router(hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
-        self.experts = Experts(
-            num_experts=num_experts, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size
-        )
+        self.experts = Experts(num_experts=num_experts, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.shared = (
             SwiGLU(hidden_size=hidden_size, ffn_hidden_size=num_shared_experts * ffn_hidden_size)
             if num_shared_experts
@@ -88,5 +86,3 @@ class MoE(nn.Module):
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         return y_TD.view_as(x_BSD)
-
-

@@ -35,7 +35,7 @@ class MetricsFile:
     """Appends rows to metrics.jsonl; every row is complete on disk when `write` returns."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", buffering=1)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115 - lives as long as the run
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one JSON object as a line."""

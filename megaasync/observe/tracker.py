@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,8 @@ class WandbTracker:
     def log(self, row: Mapping[str, Any]) -> None:
         """Queue a row; dropped if the tracker has failed or is too far behind."""
         if self.problem is None:
-            try:
+            with suppress(queue.Full):
                 self._rows.put_nowait(dict(row))
-            except queue.Full:
-                pass
 
     def close(self) -> None:
         """Let the tracker finish, but not for long."""

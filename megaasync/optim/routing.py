@@ -44,9 +44,7 @@ def role_of(name: str, shape: Shape) -> Role:
     return Role.EXPERTS if len(shape) == 3 else Role.MATRIX
 
 
-def route_parameters(
-    shapes: Mapping[str, Shape], optimizer: SgdConfig | AdamWConfig | MuonConfig
-) -> dict[str, Route]:
+def route_parameters(shapes: Mapping[str, Shape], optimizer: SgdConfig | AdamWConfig | MuonConfig) -> dict[str, Route]:
     """The routing table.
 
     Norms and other vectors get no weight decay; everything else does. Under muon, hidden matrices and expert matrices

@@ -50,7 +50,10 @@ class Sgd:
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; d = (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps) (arXiv 1711.05101)."""
+    """AdamW (arXiv 1711.05101).
+
+    m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; d = (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps).
+    """
 
     betas: tuple[float, float]
     eps: float

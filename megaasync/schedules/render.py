@@ -36,7 +36,9 @@ def _color(span: Span) -> str:
     return f"hsl({hue} 70% {72 if span.action.op is Op.F else 52}%)"
 
 
-def render_svg(spans: list[Span], *, title: str, unit: str, start: float | None = None, end: float | None = None) -> str:
+def render_svg(
+    spans: list[Span], *, title: str, unit: str, start: float | None = None, end: float | None = None
+) -> str:
     """A timeline of all ranks as a self-contained SVG element.
 
     Colour is the step; light is forward, dark is backward, grey is the optimizer step; the number is the microbatch.

@@ -76,9 +76,7 @@ def pipedream_2bw(*, num_stages: int, num_microbatches: int) -> PipelineSchedule
         ahead = forwards_ahead(num_stages=num_stages, stage=stage)
         fill.append(tuple(Action(Op.F, stage, *divmod(k, num_microbatches)) for k in range(ahead)))
         steady.append(
-            tuple(
-                _stream(stage=stage, ahead=ahead, num_microbatches=num_microbatches, num_backwards=num_microbatches)
-            )
+            tuple(_stream(stage=stage, ahead=ahead, num_microbatches=num_microbatches, num_backwards=num_microbatches))
         )
     return PipelineSchedule(
         name="2bw",

@@ -39,9 +39,7 @@ class _Tokens:
 
 def _load_tokens(config: TrainConfig, prepared: PreparedData) -> _Tokens:
     def cut(tokens: np.ndarray, name: str) -> TokenSequences:
-        return TokenSequences(
-            tokens, seq_length=config.model.seq_length, vocab_size=config.model.vocab_size, name=name
-        )
+        return TokenSequences(tokens, seq_length=config.model.seq_length, vocab_size=config.model.vocab_size, name=name)
 
     if isinstance(config.data, SyntheticData):
         chain = MarkovSource(
@@ -127,9 +125,7 @@ def build_trainer(
     tokens = _load_tokens(config, prepared)
     rank, several = environment.rank, environment.world_size > 1
     groups = {name: dist.new_group() if several else None for name in ("forward", "backward", "norm")}
-    stages = [
-        build_stage(config, schedule, figures, index=index, device=device) for index in schedule.stages_of(rank)
-    ]
+    stages = [build_stage(config, schedule, figures, index=index, device=device) for index in schedule.stages_of(rank)]
     is_cpu = device.type == "cpu"
     recorder = Recorder(
         rank,

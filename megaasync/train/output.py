@@ -30,22 +30,28 @@ class RunOutput:
         is_tracked = wandb.mode != "disabled"
         self._tracker = WandbTracker(wandb, folder=folder, run_config=run_config) if is_tracked else None
         self._began = perf_counter()
+        self._has_begun = False
 
     def __enter__(self) -> "RunOutput":
+        return self
+
+    def begin(self) -> None:
+        """Training is about to begin: everything that a wrong config or file can stop has been passed."""
         write_json(self._folder / "plan.json", self._plan)
         self._metrics.write({"kind": "start", "step": 0, "checkpoint": None, "layout": self._plan["layout"]})
         self._progress.__enter__()
         self._progress.say(render_plan(self._plan))
-        return self
+        self._has_begun = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._progress.__exit__()
+        if self._has_begun:
+            self._progress.__exit__()
         self._metrics.close()
         if self._tracker is not None:
             self._tracker.close()
             if self._tracker.problem:
                 print(f"wandb: {self._tracker.problem}; metrics.jsonl has every row", flush=True)
-        if error is not None:
+        if error is not None and self._has_begun:
             write_json(self._folder / "summary.json", {"status": "failed", "message": str(error)})
 
     def on_row(self, row: dict[str, Any]) -> None:

@@ -47,10 +47,10 @@ def run_rank(
     join_group(environment, device=device, timeout=_TIMEOUT)
     output = RunOutput(config, folder, run_config) if environment.rank == 0 else None
     with output or nullcontext():
-        trainer = build_trainer(
-            config, environment=environment, prepared=prepared, device=device, observer=output
-        )
+        trainer = build_trainer(config, environment=environment, prepared=prepared, device=device, observer=output)
         _stop_on_signals(trainer)
+        if output is not None:
+            output.begin()
         outcome = trainer.train()
         if output is not None:
             output.finish(outcome)

@@ -109,7 +109,7 @@ def reference_run(config: TrainConfig, *, delay: int, fault: str | None = None) 
         if fault == "no settling" and delay > 0 and t == T - 1:
             break
         new_x = {}
-        for name in z:
+        for name in list(z):
             decay = 0.0 if z[name].dim() == 1 else o.weight_decay
             at = x[-1][name] if fault == "decay at x" else z[name]
             u = learning_rate(t, config) * (direction(name, g[name], states[name], t + 1, config) + decay * at)

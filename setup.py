@@ -1,0 +1,49 @@
+"""Packaging: the library, and hydra_configs as its package data."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+CONFIGS = "megaasync.hydra_configs"
+config_groups = [folder.name for folder in Path("hydra_configs").iterdir() if folder.is_dir()]
+
+setup(
+    name="megaasync",
+    version="0.1.0",
+    description="Pretraining of Mixture-of-Experts language models with asynchronous pipeline parallelism",
+    long_description=Path("README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=[
+        *find_packages(include=["megaasync", "megaasync.*"]),
+        CONFIGS,
+        *(f"{CONFIGS}.{group}" for group in config_groups),
+    ],
+    # The configs stand at the top of the repository and travel inside the package.
+    package_dir={CONFIGS: "hydra_configs"},
+    package_data={"": ["*.yaml"]},
+    install_requires=[
+        # The upper bound keeps pip on the version that the project is tested with; see docs/install.md.
+        "torch>=2.11,<2.14",
+        "numpy>=1.26",
+        "hydra-core>=1.3.2,<1.4",
+        "omegaconf>=2.3,<2.4",
+        "pyyaml>=6",
+        "datasets>=4.7,!=5.0.0",
+        "sentencepiece>=0.2",
+        "wandb>=0.20",
+        "rich>=13",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]>=2.3"],
+        "eval": ["lm-eval>=0.4.9", "transformers>=4.50"],
+        "dev": [
+            "pytest>=8",
+            "ruff>=0.12",
+            "pytorch-optimizer==4.1.0",
+            "wheel",
+        ],
+    },
+    entry_points={"console_scripts": ["megaasync-pretrain=megaasync.pretrain:main"]},
+)
