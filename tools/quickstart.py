@@ -29,7 +29,10 @@ def new_folder() -> Path:
 
 def run_one(label: str, overrides: list[str], folder: Path, extra: list[str]) -> dict[str, Any]:
     """Train once, as a user would from the command line, and read its summary."""
-    print(f"\n=== {label}: python -m megaasync.pretrain experiment=quickstart {' '.join([*overrides, *extra])}", flush=True)
+    print(
+        f"\n=== {label}: python -m megaasync.pretrain experiment=quickstart {' '.join([*overrides, *extra])}",
+        flush=True,
+    )
     command = [sys.executable, "-m", "megaasync.pretrain", "experiment=quickstart", *overrides, *extra]
     status = subprocess.run([*command, f'run.dir="{folder}"'], check=False).returncode
     if status != 0:
