@@ -116,8 +116,8 @@ def check_schedule(config: TrainConfig) -> None:
     if config.schedule.name == "2bw" and microbatches < stages - 1:
         needed = (stages - 1) * config.train.micro_batch_size * config.data_ranks
         raise ConfigError(
-            f"train.global_batch_size={config.train.global_batch_size}: gives m = {microbatches} microbatches per step, "
-            f"but  schedule=2bw with parallel.pipeline={stages} needs m >= P - 1 = {stages - 1}: the first stage runs "
+            f"train.global_batch_size={config.train.global_batch_size}: gives m = {microbatches} microbatches per "
+            f"step, but schedule=2bw with parallel.pipeline={stages} needs m >= P - 1 = {stages - 1}: the first stage runs "
             f"{stages - 1} forwards ahead, and with fewer microbatches it would wait for a weight version whose "
             f"gradient it has not finished (a deadlock); set train.global_batch_size={needed} or more, a smaller "
             "train.micro_batch_size, or fewer stages"
@@ -147,7 +147,7 @@ def check_optimizer(config: TrainConfig) -> None:
 
 
 def check_lr_schedule(config: TrainConfig) -> None:
-    """The final rate is a share of the peak. Warmup and decay may outlast the run, which then ends in them."""
+    """The final rate is a share of the peak. Warmup and decay may outlast the run."""
     train = config.train
     _within("train.final_lr_ratio", train.final_lr_ratio, 0, 1, open_end=False)
 

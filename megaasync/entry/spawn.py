@@ -4,11 +4,12 @@ import ctypes
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,27 @@ class _Ended:
     details: str = ""
 
 
+def _die_with_the_launcher() -> None:
+    """End this process when the launcher or the fork server ends, however they end.
+
+    The kernel's signal covers the fork server, which is this process's parent; the launcher is watched by a thread,
+    because the fork server outlives it while it has children.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    sentinel = parent_process().sentinel
+
+    def watch() -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="launcher watch").start()
+
+
 def _rank_main(
     connection: Connection, target: Callable[..., Any], environment: RankEnvironment, args: tuple[Any, ...]
 ) -> None:
-    # The parent alone decides what an interrupt means; without it the fork server dies, and this process with it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher alone decides what an interrupt means
+    _die_with_the_launcher()
     try:
         ended = _Ended(value=target(environment, *args))
     except BaseException as error:

@@ -133,9 +133,9 @@ def written_tables(path: Path) -> list[str]:
     }
     wrong = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-            name = getattr(node.value, "id", None)
-        elif isinstance(node, ast.Attribute) and node.attr in ("append", "update", "add", "setdefault", "pop", "clear"):
+        if (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)) or (
+            isinstance(node, ast.Attribute) and node.attr in ("append", "update", "add", "setdefault", "pop", "clear")
+        ):
             name = getattr(node.value, "id", None)
         else:
             continue

@@ -130,7 +130,7 @@ def test_cutting_a_run_short_ends_all_ranks_at_one_step():
         schedule = build(name, 4, 4)
         for rank in range(4):
             end, seen = [50], []
-            for action in unroll(schedule, rank=rank, first_step=0, end_step=lambda: end[0], num_updates=0):
+            for action in unroll(schedule, rank=rank, first_step=0, end_step=lambda end=end: end[0], num_updates=0):
                 seen.append(action)
                 if action.op is Op.STEP and action.step == 2:
                     end[0] = 3 + schedule.delay[0]

@@ -1,0 +1,341 @@
+"""Whole runs from the command line: what they leave behind, and black-box facts about the delay."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import REPOSITORY, TINY, command, environment, metrics, pretrain, summary
+
+EXACT = ["train.dtype=float64", "train.lr_schedule=constant"]
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """One traced run with evaluations on two stages, looked at by several tests."""
+    cwd = tmp_path_factory.mktemp("traced")
+    ran = pretrain(
+        *TINY,
+        "parallel.pipeline=2",
+        "correction=error_feedback",
+        "train.steps=12",
+        "train.eval_interval=5",
+        "logging.trace=true",
+        "logging.interval=5",
+        "run.dir=run",
+        cwd=cwd,
+    )
+    assert ran.status == 0, ran.err
+    return ran, cwd / "run"
+
+
+def test_the_run_folder_is_as_promised(traced):
+    _, folder = traced
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"config.yaml", "metrics.jsonl", "plan.json", "summary.json", "trace.json", "report.html"}
+    train, val = metrics(folder), metrics(folder, "val")
+    assert [row["step"] for row in train] == list(range(1, 13))
+    assert [row["step"] for row in val] == [5, 10, 12]
+    assert all({"loss", "loss_x"} <= row.keys() for row in val)
+    assert [row["staleness"] for row in train] == [0] + [1] * 11
+    assert [row["tokens"] for row in train] == [8 * 16 * k for k in range(1, 13)]
+    assert all(row["tokens_per_second"] > 0 and row["grad_norm"] > 0 for row in train)
+    (start,) = metrics(folder, "start")
+    assert (start["step"], start["checkpoint"]) == (0, None)
+    assert start["layout"]["pipeline"] == 2
+    result = summary(folder)
+    assert (result["status"], result["steps"], result["tokens"]) == ("completed", 12, 12 * 128)
+    assert result["val_loss"] == val[-1]["loss"]
+    assert result["train_loss"] == train[-1]["loss"]
+    assert result["peak_memory_bytes"] > 50e6
+    assert set(result) == {
+        "status", "steps", "tokens", "train_loss", "val_loss", "tokens_per_second", "schedule", "correction",
+        "bubble_planned", "bubble_measured", "peak_memory_bytes", "wall_seconds",
+    }  # fmt: skip
+
+
+def test_progress_lines_have_what_was_asked_for(traced):
+    ran, _ = traced
+    lines = [line for line in ran.out.splitlines() if line.startswith("step 10/12  loss")]
+    assert len(lines) == 1
+    for word in ("loss", "lr", "grad norm", "tokens/s", "staleness 1", "left"):
+        assert word in lines[0]
+    assert "\x1b" not in ran.out, "escape codes where there is no terminal"
+
+
+def test_the_trace_holds_every_action_and_the_bubble_follows_from_it(traced):
+    _, folder = traced
+    events = [e for e in json.loads((folder / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    count = {}
+    for event in events:
+        key = (event["cat"], event["tid"])
+        count[key] = count.get(key, 0) + 1
+        assert event["dur"] >= 0
+    assert count == {(op, rank): n for op, n in (("F", 48), ("B", 48), ("S", 12)) for rank in (0, 1)}
+    for rank in (0, 1):  # one rank does one thing at a time
+        mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == rank)
+        assert all(a[1] <= b[0] + 0.01 for a, b in pairwise(mine))
+    # CONTRACT.md: from the first F of step 2 to the last action of step N-1, steps from 1
+    start = min(e["ts"] for e in events if e["cat"] == "F" and e["args"]["step"] == 1)
+    end = max(e["ts"] + e["dur"] for e in events if e["args"]["step"] == 10)
+    busy = sum(max(0, min(e["ts"] + e["dur"], end) - max(e["ts"], start)) for e in events if e["cat"] in ("F", "B"))
+    assert summary(folder)["bubble_measured"] == pytest.approx(1 - busy / (2 * (end - start)), abs=1e-4)
+
+
+def test_the_report_stands_alone(traced):
+    _, folder = traced
+    page = (folder / "report.html").read_text()
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "<script" not in page and "<img" not in page and "<link" not in page
+    drawings = page.split("<svg")[1:]
+    assert len(drawings) == 6
+    for drawing in drawings:
+        ET.fromstring("<svg" + drawing.split("</svg>")[0] + "</svg>")
+    assert "planned: 2bw" in page and "measured: steps" in page
+
+
+def test_the_resolved_config_runs_again_to_the_same_numbers(traced):
+    import yaml
+
+    _, folder = traced
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["run"]["dir"] == str(folder)
+    assert config["train"]["steps"] == 12
+    assert "${" not in (folder / "config.yaml").read_text()
+
+
+def sweep(cwd, *arguments):
+    ran = pretrain("-m", *TINY, *EXACT, "run.dir=runs", *arguments, cwd=cwd, timeout=240)
+    assert ran.status == 0, ran.err
+    return [cwd / "runs" / str(number) for number in range(len(list((cwd / "runs").glob("[0-9]*"))))]
+
+
+def test_black_box_delay_is_one_and_error_feedback_doubles_the_first_step(tmp_path):
+    """Step 2 does not know the lr yet, step 3 does; error feedback at L stands where none stands at 2L."""
+    folders = sweep(
+        tmp_path,
+        "parallel.pipeline=2",
+        "train.steps=3",
+        "optimizer.lr=0.01,0.02",
+        "correction=none,error_feedback",
+    )
+    rows = {}
+    for folder in folders:
+        import yaml
+
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        rows[config["optimizer"]["lr"], config["correction"]["name"]] = [r["loss"] for r in metrics(folder)]
+    none_l, none_2l, ef_l = rows[0.01, "none"], rows[0.02, "none"], rows[0.01, "error_feedback"]
+    assert none_l[:2] == none_2l[:2] == ef_l[:2]
+    assert abs(none_l[2] - none_2l[2]) > 1e-4
+    assert ef_l[2] == pytest.approx(none_2l[2], rel=1e-12)
+
+
+def test_black_box_one_step_is_the_same_under_every_schedule(tmp_path):
+    """With one step there is nothing to be late with: the settled validation loss is equal."""
+    flushed = sweep(tmp_path / "a", "parallel.pipeline=2", "train.steps=1", "schedule=1f1b,2bw")
+    feedback = sweep(tmp_path / "b", "parallel.pipeline=2", "train.steps=1", "correction=error_feedback")
+    losses = [summary(folder)["val_loss"] for folder in (*flushed, *feedback)]
+    assert len(losses) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-12)
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir(exist_ok=True)
+
+
+def test_a_sweep_over_optimizers_makes_a_folder_each(tmp_path):
+    cwd = tmp_path / "a"
+    ran = pretrain("-m", *TINY, "optimizer=muon,adamw", "train.steps=2", "parallel.pipeline=2", cwd=cwd)
+    assert ran.status == 0, ran.err
+    folders = [path for path in (cwd / "runs").iterdir() if path.is_dir()]
+    assert len(folders) == 2
+    assert {folder.name.split("-")[3] for folder in folders} == {"muon", "adamw"}
+    assert all(summary(folder)["status"] == "completed" for folder in folders)
+
+
+def test_help_and_cfg_are_readable(tmp_path):
+    ran = pretrain("--help", cwd=tmp_path)
+    assert ran.status == 0
+    for word in (
+        "usage: python -m megaasync.pretrain",
+        "optimizer: adamw, muon, sgd",
+        "schedule: 1f1b, 2bw",
+        "Examples:",
+    ):
+        assert word in ran.out
+    ran = pretrain("--cfg", "job", "optimizer=adamw", cwd=tmp_path)
+    assert ran.status == 0
+    assert "name: adamw" in ran.out and "global_batch_size: 16" in ran.out
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
+    ran = pretrain("parallel.pipeline=2", "dry_run=true", cwd=tmp_path / "a")
+    assert ran.status == 0, ran.err
+    for word in ("parameters 2,248,576", "2 pipeline stage(s)", "2bw", "bubble", "slack", "tokens per step"):
+        assert word in ran.out
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        if (folder / "metrics.jsonl").exists() and len(metrics(folder)) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the run never came to its steps")
+
+
+def start_long_run(cwd: Path, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(*TINY, "parallel.pipeline=2", "train.steps=100000", "run.dir=run", *arguments),
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """Processes of the run's session other than the launcher, which have joined the training."""
+    out = subprocess.run(["ps", "-o", "pid=,args=", "-s", str(process.pid)], capture_output=True, text=True).stdout
+    rows = [line.split(None, 1) for line in out.splitlines()]
+    return [int(pid) for pid, args in rows if int(pid) != process.pid and "forkserver" in args]
+
+
+@pytest.mark.parametrize("to_group", [False, True], ids=["to the launcher", "to all, as a terminal does"])
+def test_interrupt_ends_all_ranks_with_the_folder_whole(tmp_path, to_group):
+    process = start_long_run(tmp_path)
+    wait_for_step(tmp_path / "run", 5, process)
+    start = time.monotonic()
+    (os.killpg if to_group else os.kill)(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "interrupted" in err.strip().splitlines()[-1]
+    result = summary(tmp_path / "run")
+    rows = metrics(tmp_path / "run")
+    assert result["status"] == "interrupted"
+    assert result["steps"] == rows[-1]["step"] == len(rows)
+    assert (tmp_path / "run" / "report.html").exists()
+    assert ranks_of(process) == []
+
+
+def test_a_killed_rank_ends_the_run(tmp_path):
+    process = start_long_run(tmp_path)
+    wait_for_step(tmp_path / "run", 5, process)
+    # the fork server is the eldest, the ranks are its children
+    victim = ranks_of(process)[-1]
+    start = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    _, err = process.communicate(timeout=90)
+    assert time.monotonic() - start < 60
+    assert process.returncode == 1
+    assert "died without a word (exit code -9)" in err.strip().splitlines()[-1]
+    assert ranks_of(process) == []
+
+
+def test_ranks_die_with_their_launcher(tmp_path):
+    process = start_long_run(tmp_path)
+    wait_for_step(tmp_path / "run", 5, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 20
+    while ranks_of(process) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ranks_of(process) == []
+
+
+def test_numbers_that_are_not_finite_end_the_run(tmp_path):
+    ran = pretrain(
+        *TINY,
+        "parallel.pipeline=2",
+        "optimizer=sgd",
+        "optimizer.lr=1e30",
+        "train.steps=50",
+        "run.dir=run",
+        cwd=tmp_path,
+    )
+    assert ran.status == 1
+    assert "not both finite" in ran.message and "lower optimizer.lr" in ran.message
+    assert "Traceback" not in ran.err
+    assert summary(tmp_path / "run")["status"] == "failed"
+    rows = metrics(tmp_path / "run")
+    assert len(rows) < 50
+    assert isinstance(rows[-1]["loss"], str) or isinstance(rows[-1]["grad_norm"], str)
+
+
+def test_torchrun_gives_the_numbers_of_a_bare_start(tmp_path):
+    arguments = [*TINY, *EXACT, "parallel.pipeline=2", "train.steps=4"]
+    assert pretrain(*arguments, "run.dir=bare", cwd=tmp_path).status == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "-m", "megaasync.pretrain", *arguments],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()  # decided once, not per rank
+    bare, launched = metrics(tmp_path / "bare"), metrics(folder)
+    assert [row["loss"] for row in bare] == [row["loss"] for row in launched]
+
+
+def test_wandb_offline_logs_on_our_step_axis_and_a_broken_one_stops_nothing(tmp_path):
+    arguments = [*TINY, "train.steps=3"]
+    ran = pretrain(*arguments, "logging.wandb.mode=offline", "run.dir=offline", cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    assert list((tmp_path / "offline" / "wandb").glob("offline-run-*/*.wandb"))
+    start = time.monotonic()
+    ran = pretrain(
+        *arguments, "logging.wandb.mode=online", "run.dir=online", cwd=tmp_path,
+        WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9",
+    )  # fmt: skip
+    assert time.monotonic() - start < 60
+    assert ran.status == 0, ran.err
+    assert "wandb:" in ran.out
+    assert len(metrics(tmp_path / "online")) == 3
+
+
+@pytest.fixture(scope="module")
+def wheel_site(tmp_path_factory):
+    """The project built as a wheel and installed into an empty folder."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    ignore = lambda where, names: [n for n in names if n.startswith(".") or n in ("runs", "build", "tests")]  # noqa: E731
+    import shutil
+
+    shutil.copytree(REPOSITORY, source, ignore=ignore)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)], check=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(folder / "site"), str(wheel)], check=True)
+    shutil.rmtree(source)
+    return folder / "site"
+
+
+def test_an_installed_wheel_trains_from_an_empty_folder(wheel_site, tmp_path):
+    where = subprocess.run(
+        [sys.executable, "-c", "import megaasync; print(megaasync.__file__)"],
+        env={**environment(), "PYTHONPATH": str(wheel_site)}, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert where.stdout.startswith(str(wheel_site))
+    ran = pretrain(*TINY, "train.steps=2", "run.dir=run", cwd=tmp_path, PYTHONPATH=str(wheel_site))
+    assert ran.status == 0, ran.err
+    assert summary(tmp_path / "run")["status"] == "completed"

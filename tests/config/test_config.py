@@ -1,0 +1,98 @@
+"""The strict reader and the rules: what is right is read exactly, what is wrong is named with key, value and remedy."""
+
+import pytest
+
+from megaasync.config import ConfigError, TrainConfig, did_you_mean, dotted_keys, read, validate
+from megaasync.config.schema import AdamWConfig, MuonConfig
+from tests.support.configs import plain_config, small_config
+
+
+def test_a_whole_config_is_read():
+    config = small_config("adamw", train__global_batch_size=12, train__micro_batch_size=3)
+    assert isinstance(config.optimizer, AdamWConfig)
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.num_microbatches == 4
+    assert config.world_size == 1
+    assert isinstance(small_config("muon").optimizer, MuonConfig)
+
+
+def test_configs_are_frozen():
+    with pytest.raises(AttributeError):
+        small_config().train.steps = 3
+
+
+def test_numbers_as_yaml_gives_them():
+    """1e-3 without a point is text in YAML 1.1; a whole number is a fine float; a float is no whole number."""
+    assert small_config(optimizer__lr="1e-3").optimizer.lr == 1e-3
+    assert small_config(optimizer__lr=1).optimizer.lr == 1.0
+    for wrong in (2.5, True, "7", None):
+        with pytest.raises(ConfigError, match="train.steps="):
+            small_config(train__steps=wrong)
+    with pytest.raises(ConfigError, match="debug=1: expected true or false"):
+        small_config(debug=1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"train__stepss": 3}, "train.stepss=3: unknown key; did you mean train.steps"),
+        ({"model__moe__topk": 3}, "model.moe.topk=3: unknown key; did you mean model.moe.top_k"),
+        ({"optimizer__name": "moon"}, "optimizer=moon: unknown optimizer; did you mean muon.*sgd, adamw or muon"),
+        ({"optimizer__betas": [0.9]}, r"optimizer.betas=\[0.9\]: expected a list of 2 values"),
+        ({"optimizer__betas": [0.9, 1.0]}, r"optimizer.betas\[1\]=1.0: must lie in"),
+        ({"schedule__name": "2bv"}, "schedule.name=2bv: unknown value; did you mean 2bw"),
+        ({"model__moe": 3}, "model.moe=3: expected a group of keys"),
+        ({"parallel__data": "all"}, "parallel.data"),
+        ({"train__steps": 0}, "train.steps=0: must be at least 1"),
+        ({"train__steps": -4}, "train.steps=-4: must be at least 1"),
+        ({"model__num_heads": 3}, "model.num_heads=3: must divide model.hidden_size=16"),
+        ({"model__num_heads": 16, "model__num_kv_heads": 16}, "model.num_heads=16: the head size 1 .* must be even"),
+        ({"model__num_kv_heads": 3}, "model.num_kv_heads=3: must divide model.num_heads=4"),
+        ({"model__moe__top_k": 5}, "model.moe.top_k=5: must be at most model.moe.num_experts=4"),
+        ({"parallel__pipeline": 5}, "parallel.pipeline=5: more stages than model.num_layers=4"),
+        ({"parallel__tensor": 2}, "parallel.tensor=2: .* set parallel.tensor=1"),
+        ({"train__global_batch_size": 7}, "train.global_batch_size=7: must be a multiple of .* = 2; set .*=(6|8)"),
+        (
+            {"parallel__pipeline": 4, "train__global_batch_size": 4},
+            r"m = 2 microbatches .* needs m >= P - 1 = 3.*deadlock.*set train.global_batch_size=6",
+        ),
+        (
+            {"schedule__name": "1f1b", "correction__name": "error_feedback"},
+            "correction=error_feedback: corrects a gradient delay, but schedule=1f1b has none",
+        ),
+        ({"optimizer__lr": -1.0}, "optimizer.lr=-1.0: must be at least 0"),
+        ({"optimizer__eps": 0.0}, "optimizer.eps=0.0: must be above 0"),
+        ({"optimizer__momentum": 1.0}, "optimizer.momentum=1.0: must lie in"),
+        ({"train__clip_grad_norm": 0.0}, "train.clip_grad_norm=0.0: must be above 0; set null"),
+        ({"train__final_lr_ratio": 1.5}, "train.final_lr_ratio=1.5: must lie in"),
+        ({"model__tie_embeddings": True, "parallel__pipeline": 2}, "model.tie_embeddings=true: .* different stages"),
+        ({"data__num_tokens": 8}, "data.num_tokens=8: must be above model.seq_length=8"),
+        ({"data__branching": 65}, "data.branching=65: must lie in"),
+        ({"data": {"name": "indexed", "path": "", "validation_path": None}}, "data.path is empty"),
+        (
+            {"data": {"name": "python_stdlib", "cache_dir": "x", "validation_fraction": 0.1}},
+            "model.vocab_size=64: a tokenizer with byte fallback needs at least 400",
+        ),
+    ],
+)
+def test_wrong_values_are_named(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config(**overrides)
+
+
+def test_a_missing_key_is_named():
+    plain = plain_config()
+    del plain["train"]["seed"]
+    with pytest.raises(ConfigError, match="train.seed: missing; set train.seed="):
+        validate(read(TrainConfig, plain))
+
+
+def test_a_key_of_another_optimizer_is_unknown():
+    with pytest.raises(ConfigError, match="optimizer.momentum=0.9: unknown key"):
+        small_config("adamw", optimizer__momentum=0.9)
+
+
+def test_helpers():
+    assert did_you_mean("adamww", ["adamw", "muon"]) == "; did you mean adamw?"
+    assert did_you_mean("zzz", ["adamw"]) == ""
+    assert {"train.steps", "model.moe.top_k", "optimizer.momentum", "data.path"} <= set(dotted_keys(TrainConfig))

@@ -1,0 +1,178 @@
+"""Layers against plain formulas and, for the experts, against a loop over tokens."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megaasync.data.microbatches import Microbatch
+from megaasync.kernels.grouped_linear import grouped_linear, grouped_linear_loop
+from megaasync.models.initialize import initialize_
+from megaasync.models.partition import deal_layers, head_cost, layer_cost
+from megaasync.models.transformer import DecoderStage
+from megaasync.nn.loss import cross_entropy_sum
+from megaasync.nn.moe import MoE
+from megaasync.nn.rope import RotaryTables
+from tests.support.configs import small_config
+
+DOUBLE = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def default_dtype():
+    torch.set_default_dtype(DOUBLE)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("counts", [[8, 0], [0, 8], [3, 5], [4, 4], [0, 0, 8], [1, 0, 7, 0]])
+def test_grouped_linear_equals_the_loop(counts):
+    """Forward and both gradients in float32, empty groups included."""
+    torch.manual_seed(0)
+    counts_E = torch.tensor(counts)
+    x = torch.randn(8, 16, dtype=torch.float32, requires_grad=True)
+    w = torch.randn(len(counts), 12, 16, dtype=torch.float32, requires_grad=True)
+    results = []
+    for function in (grouped_linear, grouped_linear_loop):
+        y = function(x, w, counts_E)
+        results.append((y, *torch.autograd.grad(y.square().sum() + y.sum(), (x, w))))
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_grouped_linear_takes_an_expanded_gradient_and_no_rows():
+    w = torch.randn(2, 8, 8, dtype=torch.float32, requires_grad=True)
+    grouped_linear(torch.randn(4, 8, dtype=torch.float32), w, torch.tensor([4, 0])).sum().backward()
+    assert w.grad[1].abs().max() == 0
+    assert grouped_linear(torch.zeros(0, 8, dtype=torch.float32), w, torch.tensor([0, 0])).shape == (0, 8)
+
+
+def make_moe(top_k=2, shared=0):
+    torch.manual_seed(1)
+    moe = MoE(hidden_size=8, num_experts=5, top_k=top_k, ffn_hidden_size=6, num_shared_experts=shared)
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return moe
+
+
+@pytest.mark.parametrize(("top_k", "shared"), [(1, 0), (2, 0), (3, 2), (5, 1)])
+def test_moe_equals_a_loop_over_tokens(top_k, shared):
+    moe = make_moe(top_k, shared)
+    x = torch.randn(2, 7, 8, requires_grad=True)
+    expected = []
+    for token in x.reshape(-1, 8):
+        probabilities = (moe.router.weight @ token).softmax(0)
+        weights, chosen = probabilities.topk(top_k)
+        y = torch.zeros(8)
+        for weight, e in zip(weights / weights.sum(), chosen, strict=True):
+            inner = F.silu(moe.experts.gate[e] @ token) * (moe.experts.up[e] @ token)
+            y = y + weight * (moe.experts.down[e] @ inner)
+        if shared:
+            y = y + moe.shared(token)
+        expected.append(y)
+    expected = torch.stack(expected).view_as(x)
+    actual = moe(x)
+    torch.testing.assert_close(actual, expected)
+    inputs = [x, *moe.parameters()]
+    probe = torch.randn_like(x)
+    ours = torch.autograd.grad((actual * probe).sum(), inputs)
+    theirs = torch.autograd.grad((expected * probe).sum(), inputs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_router_works_in_float32_when_the_model_is_bfloat16():
+    moe = make_moe().to(torch.bfloat16)
+    routing = moe.router(torch.randn(4, 8, dtype=torch.bfloat16))
+    assert routing.weights_TK.dtype is torch.float32
+    torch.testing.assert_close(routing.weights_TK.sum(-1), torch.ones(4, dtype=torch.float32))
+    assert moe(torch.randn(1, 4, 8, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def test_rope_turns_by_position_and_keeps_relative_products():
+    rotary = RotaryTables(seq_length=12, head_size=8, theta=100.0)
+    q, k = torch.randn(8), torch.randn(8)
+    rows_q = rotary.rotate(q.expand(1, 1, 12, 8))[0, 0]
+    rows_k = rotary.rotate(k.expand(1, 1, 12, 8))[0, 0]
+    torch.testing.assert_close(rows_q[0], q)
+    torch.testing.assert_close(rows_q[3] @ rows_k[1], rows_q[9] @ rows_k[7])
+
+
+def test_cross_entropy_is_a_sum_over_the_mask():
+    logits, labels = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
+    mask = torch.tensor([[True, False, True], [False, False, True]])
+    expected = -sum(logits.log_softmax(-1)[i, j, labels[i, j]] for i, j in mask.nonzero().tolist())
+    torch.testing.assert_close(cross_entropy_sum(logits, labels, mask), expected)
+    assert cross_entropy_sum(logits, labels, torch.zeros_like(mask)) == 0
+
+
+def test_attention_is_causal_and_masks_nothing_else():
+    config = small_config().model
+    model = DecoderStage(config, range(config.num_layers))
+    initialize_(model, config, seed=0)
+    tokens = torch.randint(config.vocab_size, (1, config.seq_length))
+    loss_at = []
+    for changed in (tokens, torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % config.vocab_size], 1)):
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
+        mask[:, :-1] = True
+        loss_at.append(model(None, Microbatch(changed, tokens, mask)).item())
+    assert loss_at[0] == loss_at[1], "an earlier position sees a later token"
+
+
+def test_stages_put_together_are_the_whole_model_with_the_same_weights():
+    config = small_config().model
+    whole = DecoderStage(config, range(config.num_layers))
+    initialize_(whole, config, seed=5)
+    stages = [DecoderStage(config, layers) for layers in deal_layers(config, num_stages=3)]
+    for stage in stages:
+        initialize_(stage, config, seed=5)
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+    tokens = torch.randint(config.vocab_size, (2, config.seq_length))
+    microbatch = Microbatch(tokens, tokens.roll(-1), torch.ones_like(tokens, dtype=torch.bool))
+    x = None
+    for stage in stages:
+        x = stage(x, microbatch)
+    torch.testing.assert_close(x, whole(None, microbatch), rtol=0, atol=0)
+
+
+def test_initial_weights_are_those_of_any_dtype_and_differ_by_name_and_seed():
+    config = small_config().model
+    first, second, other = (DecoderStage(config, range(4)) for _ in range(3))
+    initialize_(first, config, seed=1)
+    second = second.to(torch.float32)
+    initialize_(second, config, seed=1)
+    initialize_(other, config, seed=2)
+    for a, b, c in zip(first.parameters(), second.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b.double(), rtol=0, atol=0)
+        assert a.dim() == 1 or not torch.equal(a, c)
+    query = first.layers["1"].attention.query.weight
+    assert not torch.equal(query, first.layers["2"].attention.query.weight)
+    assert query.std().item() == pytest.approx(config.init_std, rel=0.2)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_layers_are_dealt_as_evenly_as_can_be(num_stages):
+    from itertools import combinations, pairwise
+
+    config = small_config(model__vocab_size=400).model
+
+    def largest(cuts):
+        bounds = [0, *cuts, config.num_layers]
+        costs = [sum(layer_cost(config, i) for i in range(a, b)) for a, b in pairwise(bounds)]
+        costs[-1] += head_cost(config)
+        return max(costs)
+
+    dealt = deal_layers(config, num_stages=num_stages)
+    assert [i for r in dealt for i in r] == list(range(config.num_layers))
+    assert all(len(r) > 0 for r in dealt)
+    best = min(largest(cuts) for cuts in combinations(range(1, config.num_layers), num_stages - 1))
+    assert largest([r.start for r in dealt[1:]]) == pytest.approx(best)
+
+
+def test_a_copy_of_a_tied_model_stays_tied():
+    config = small_config(model__tie_embeddings=True).model
+    model = copy.deepcopy(DecoderStage(config, range(config.num_layers)))
+    assert model.head is None
+    assert sum("embedding" in name for name, _ in model.named_parameters()) == 1

@@ -1,0 +1,38 @@
+"""Shapes of the learning rate, edges included."""
+
+import pytest
+
+from megaasync.optim.lr_schedule import lr_multiplier
+from tests.support.configs import small_config
+
+
+def curve(**overrides):
+    config = small_config(**{f"train__{k}": v for k, v in overrides.items()}).train
+    return [lr_multiplier(config, k) for k in range(config.steps)]
+
+
+def test_warmup_is_linear_and_reaches_the_peak():
+    assert curve(steps=10, warmup_steps=4, lr_schedule="constant") == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_cosine_goes_from_peak_to_the_final_ratio():
+    values = curve(steps=101, warmup_steps=0, lr_schedule="cosine", final_lr_ratio=0.1)
+    assert values[0] == 1
+    assert values[50] == pytest.approx(0.55)
+    assert values[-1] == pytest.approx(0.1)
+    assert values == sorted(values, reverse=True)
+
+
+def test_wsd_is_flat_then_linear():
+    values = curve(steps=20, warmup_steps=2, lr_schedule="wsd", decay_steps=5, final_lr_ratio=0.0)
+    assert values[1:15] == [1.0] * 14
+    assert values[15:] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0])
+
+
+@pytest.mark.parametrize("kind", ["constant", "cosine", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 1, 10, 25])
+@pytest.mark.parametrize("decay", [0, 1, 10, 25])
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_no_edge_divides_by_zero(kind, warmup, decay, steps):
+    values = curve(steps=steps, warmup_steps=warmup, decay_steps=decay, lr_schedule=kind)
+    assert all(0 <= v <= 1 for v in values)
