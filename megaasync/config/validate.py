@@ -117,8 +117,8 @@ def check_schedule(config: TrainConfig) -> None:
         needed = (stages - 1) * config.train.micro_batch_size * config.data_ranks
         raise ConfigError(
             f"train.global_batch_size={config.train.global_batch_size}: gives m = {microbatches} microbatches per "
-            f"step, but schedule=2bw with parallel.pipeline={stages} needs m >= P - 1 = {stages - 1}: the first stage runs "
-            f"{stages - 1} forwards ahead, and with fewer microbatches it would wait for a weight version whose "
+            f"step, but schedule=2bw with parallel.pipeline={stages} needs m >= P - 1 = {stages - 1}: the first stage "
+            f"runs {stages - 1} forwards ahead, and with fewer microbatches it would wait for a weight version whose "
             f"gradient it has not finished (a deadlock); set train.global_batch_size={needed} or more, a smaller "
             "train.micro_batch_size, or fewer stages"
         )

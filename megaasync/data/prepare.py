@@ -19,6 +19,7 @@ from megaasync.data import DataError
 from megaasync.data.corpus import Corpus, HfCorpus, PythonStdlibCorpus, is_held_out
 from megaasync.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megaasync.data.tokenizer import Tokenizer, train_tokenizer
+from megaasync.distributed.environment import cpu_count
 
 _FORMAT = 1  # raise when what is written changes
 _BATCH = 256  # documents encoded at a time
@@ -61,7 +62,7 @@ def _write_tokens(
     corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, fraction: float, say: Callable[[str], None]
 ) -> None:
     """Tokenize every document into folder/train and folder/validation."""
-    threads = max(os.cpu_count() or 1, 1)
+    threads = cpu_count()
     counts = {"train": 0, "validation": 0, "empty": 0}
     vocab = tokenizer.vocab_size
     with (

@@ -1,0 +1,87 @@
+"""Text, jsonl, parquet or a hub dataset into an indexed pair of token files in Megatron's MMIDIDX layout.
+
+python tools/preprocess_data.py --input 'data/*.jsonl' --tokenizer t.model --output out/tokens
+"""
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+from megaasync.config.schema import HfData
+from megaasync.data import DataError
+from megaasync.data.corpus import HfCorpus, PythonStdlibCorpus
+from megaasync.data.indexed_dataset import IndexedWriter
+from megaasync.data.tokenizer import Tokenizer
+from megaasync.distributed.environment import cpu_count
+
+_BATCH = 256
+_SAY_EVERY = 20_000
+
+
+def _corpus(arguments: argparse.Namespace) -> HfCorpus | PythonStdlibCorpus:
+    if arguments.input == "python_stdlib":
+        return PythonStdlibCorpus()
+    return HfCorpus(
+        HfData(
+            name="hf",
+            path=arguments.input,
+            split=arguments.split,
+            text_field=arguments.text_field,
+            tokenizer=arguments.tokenizer,
+            cache_dir=arguments.cache_dir,
+            validation_fraction=0.0,
+            on_bad_bytes=arguments.on_bad_bytes,
+        )
+    )
+
+
+def preprocess(arguments: argparse.Namespace) -> str:
+    """Write the files; returns a line that says what was written.
+
+    Raises:
+        DataError: the input or the tokenizer cannot be read, or holds no text.
+    """
+    tokenizer = Tokenizer(arguments.tokenizer)
+    documents = _corpus(arguments).documents()
+    output = Path(arguments.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = output.with_name(f".{output.name}.partial")
+    written = empty = tokens = 0
+    with IndexedWriter(aside, vocab_size=tokenizer.vocab_size) as writer:
+        while batch := list(itertools.islice(documents, _BATCH)):
+            texts = [document.text for document in batch if document.text.strip()]
+            empty += len(batch) - len(texts)
+            for ids in tokenizer.encode_documents(texts, threads=cpu_count()):
+                writer.add_document(ids)
+                tokens += len(ids)
+            if (written + len(texts)) // _SAY_EVERY > written // _SAY_EVERY:
+                print(f"{written + len(texts):,} documents, {tokens:,} tokens", flush=True)
+            written += len(texts)
+    if written == 0:
+        raise DataError(f"--input {arguments.input}: no document has text in it")
+    for suffix in (".bin", ".idx"):  # the index last: a reader looks for it first
+        aside.with_name(aside.name + suffix).rename(output.with_name(output.name + suffix))
+    return f"{output}.bin and .idx: {written:,} documents, {tokens:,} tokens; {empty:,} empty documents left out"
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--input", required=True, help="a file, a glob, a hub name, or python_stdlib")
+    parser.add_argument("--tokenizer", required=True, help="a sentencepiece model (tools/train_tokenizer.py)")
+    parser.add_argument("--output", required=True, help="prefix of the .bin and .idx files")
+    parser.add_argument("--text-field", default="text", help="column with the text")
+    parser.add_argument("--split", default="train", help="split of a hub dataset")
+    parser.add_argument("--on-bad-bytes", choices=("stop", "replace"), default="stop")
+    parser.add_argument("--cache-dir", default=str(Path.home() / ".cache/megaasync"))
+    try:
+        print(preprocess(parser.parse_args()))
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
