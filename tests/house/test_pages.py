@@ -1,0 +1,40 @@
+"""What the pages say is what the code does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megaasync.schedules import SCHEDULES, render_text
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "2bw"])
+def test_the_readmes_picture_is_the_schedule(name):
+    readme = (ROOT / "README.md").read_text()
+    drawn = readme.split(f"\n{name}\n")[1].splitlines()[:3]
+    rendered = render_text(SCHEDULES[name](num_stages=3, num_microbatches=3), num_steps=3).splitlines()
+    for line, whole in zip(drawn, rendered, strict=True):
+        assert len(line) > 100 and whole.startswith(line)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_file_and_link_named_in_a_page_exists(page):
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
+    named = re.findall(r"`((?:megaasync|scripts|tools|tests|hydra_configs|docs)/[\w/.]+)`", text)
+    for link in links:
+        assert (page.parent / link).exists(), link
+    for name in named:
+        assert (ROOT / name).exists(), name
+
+
+def test_every_group_choice_is_in_the_running_page():
+    page = (ROOT / "docs" / "running.md").read_text()
+    for group in (ROOT / "hydra_configs").iterdir():
+        if group.is_dir():
+            row = next(line for line in page.splitlines() if line.startswith(f"| `{group.name}` |"))
+            for choice in group.glob("*.yaml"):
+                assert f"`{choice.stem}`" in row, f"{group.name}={choice.stem}"
