@@ -109,8 +109,9 @@ def unroll(
     while base < end_step():
         yield from absolute(schedule.steady[rank], base)
         base += 1
+    end = end_step()  # not `base`, which is past it if the run was cut short in the step it had begun
     for stage in done:
-        yield from catch_up(stage, base if settle else schedule.version(stage=stage, step=base))
+        yield from catch_up(stage, end if settle else schedule.version(stage=stage, step=end))
 
 
 def unroll_all(

@@ -136,6 +136,8 @@ def test_cutting_a_run_short_ends_all_ranks_at_one_step():
                     end[0] = 3 + schedule.delay[0]
             steps = {a.step for a in seen if a.op in (Op.F, Op.B)}
             assert steps == set(range(3 + schedule.delay[0]))
+            applied = [a.step for a in seen if a.op is Op.STEP]
+            assert applied == list(range(3)), "the gradients that the delay leaves pending stay pending"
             assert sum(a.op is Op.F for a in seen) == sum(a.op is Op.B for a in seen) == 4 * len(steps)
 
 
