@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def pretrain(plain: dict[str, Any]) -> None:
     except (ConfigError, DataError) as error:
         _release(folder)
         if plain.get("debug") is True:
-            raise
+            traceback.print_exc()
         fail(str(error), status=CONFIG_ERROR_STATUS)
     except RankFailed as error:
         _release(folder)

@@ -87,6 +87,28 @@ def check_utf8(path: Path) -> None:
                 ) from None
 
 
+def _root_cause(error: BaseException) -> str:
+    """First line of the innermost error: the library wraps what went wrong."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _go_offline_if_the_hub_is_away(name: str) -> bool:
+    """Ask the hub once, briefly; without an answer only its local cache is used, and no half minute of retries."""
+    import huggingface_hub
+
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=4)
+    except huggingface_hub.errors.HfHubHTTPError:
+        return False  # the hub answered; what it says about the name is for the library to report
+    except Exception:  # every HTTP client has its own errors for a network that is not there
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        return True
+    return False
+
+
 class HfCorpus:
     """Documents through the `datasets` library: local text, jsonl or parquet files, or a hub name.
 
@@ -114,10 +136,12 @@ class HfCorpus:
                 check_utf8(file)
 
     def _load(self):  # noqa: ANN202 - datasets is imported lazily
+        config = self._config
+        hub_is_away = not self._is_local and _go_offline_if_the_hub_is_away(config.path)
         import datasets
 
         datasets.disable_progress_bars()
-        config = self._config
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         try:
             if not self._is_local:
                 return datasets.load_dataset(config.path, split=config.split)
@@ -129,12 +153,15 @@ class HfCorpus:
                 builder,
                 data_files=[str(file) for file in self._files],
                 split="train",
-                cache_dir=str(Path(config.cache_dir) / "datasets"),
+                cache_dir=str(Path(config.cache_dir).expanduser() / "datasets"),
                 **options,
             )
         except Exception as error:  # the library raises many kinds; all mean that the data cannot be read
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise DataError(f"data.path={config.path}: the datasets library cannot read it ({reason})") from None
+            remedy = "check the file" if self._is_local else "check the name and the network, or give a local file"
+            reason = "the hub cannot be reached, its cache here has no copy" if hub_is_away else _root_cause(error)
+            raise DataError(
+                f"data.path={config.path}: the datasets library cannot read it ({reason}); {remedy}"
+            ) from None
 
     def fingerprint(self) -> str:
         """Hash of the files' names, sizes and times, or of the hub name and split."""
@@ -155,4 +182,10 @@ class HfCorpus:
                 f"{', '.join(rows.column_names)}"
             )
         for number, row in enumerate(rows):
-            yield Document(f"row {number}", row[field] or "")
+            text = row[field]
+            if not isinstance(text, str | None):
+                raise DataError(
+                    f"data.text_field={field}: row {number} of {self._config.path} holds {type(text).__name__}, not "
+                    "text; name a column with text"
+                )
+            yield Document(f"row {number}", text or "")

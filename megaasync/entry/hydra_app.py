@@ -6,6 +6,7 @@ Behind this file nobody knows that Hydra exists: the task gets a plain dict.
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,11 @@ def run_app(task: Callable[[dict[str, Any]], None]) -> None:
                 run["dir"] = str(Path(run["dir"]) / str(number))
         except ConfigError as error:
             fail(str(error), status=CONFIG_ERROR_STATUS)
-        task(plain)
+        try:
+            task(plain)
+        except Exception:  # a fault of ours, not of Hydra's or the user's
+            traceback.print_exc()
+            raise SystemExit(1) from None
 
     # Without this Hydra prints its own message and a stack trace hint; with it we get the exception.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -115,5 +120,5 @@ def run_app(task: Callable[[dict[str, Any]], None]) -> None:
         app()
     except Exception as error:
         if "debug=true" in sys.argv:
-            raise
+            traceback.print_exc()
         fail(explain(error), status=CONFIG_ERROR_STATUS)

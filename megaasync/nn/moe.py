@@ -76,7 +76,8 @@ class MoE(nn.Module):
         # Sorting all T x K copies and undoing it with the inverse permutation has no index_add in either direction,
         # so sums are taken in one order and runs repeat bit for bit.
         order_R = experts_R.argsort(stable=True)
-        counts_E = torch.bincount(experts_R, minlength=self._num_experts)
+        # not bincount, which would wait for a GPU to learn the largest value
+        counts_E = experts_R.new_zeros(self._num_experts).index_add_(0, experts_R, torch.ones_like(experts_R))
         copies_RD = x_TD.repeat_interleave(top_k, dim=0)
         routed_RD = self.experts(copies_RD[order_R], counts_E)
         back_R = torch.empty_like(order_R)

@@ -66,12 +66,15 @@ def test_config_errors_import_no_torch(tmp_path):
 
 def test_debug_shows_the_traceback(tmp_path):
     ran = pretrain("train.steps=-5", "debug=true", cwd=tmp_path)
-    assert ran.status != 0
+    assert ran.status == 2
     assert "Traceback" in ran.err
+    assert ran.message.startswith("error: train.steps=-5")
 
 
 def files(tmp_path):
     (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "cut.jsonl").write_text('{"text": "hello"\n')
+    (tmp_path / "nested.jsonl").write_text('{"text": {"a": 1}}\n' * 3)
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "ok"}\n{"text": "caf\xe9"}\n')
     (tmp_path / "few.txt").write_text("hello world\n\nhello again\n")
     (tmp_path / "file").write_text("not a folder")
@@ -79,6 +82,9 @@ def files(tmp_path):
 
 
 FILE_ERRORS = [
+    (["data=hf", "data.path=nobody/nothing"], ["data.path=nobody/nothing", "cannot read it", "check the name"]),
+    (["data=hf", "data.path={tmp}/cut.jsonl"], ["cut.jsonl", "cannot read it", "check the file"]),
+    (["data=hf", "data.path={tmp}/nested.jsonl"], ["data.text_field=text", "row 0", "holds dict, not text"]),
     (["data=indexed", "data.path=/nowhere/tokens"], ["data.path=/nowhere/tokens", "does not exist", ".bin and .idx"]),
     (["data=hf", "data.path=/nowhere/x.txt"], ["data.path=/nowhere/x.txt", "no such file"]),
     (["data=hf", "data.path={tmp}/empty.txt"], ["data.path=", "empty.txt", "the file is empty"]),

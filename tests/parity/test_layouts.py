@@ -53,6 +53,15 @@ def test_any_number_of_microbatches(schedule, microbatches):
     assert_same_run(numbers(1), numbers(4), tolerance=TOLERANCE)
 
 
+def test_validation_does_not_depend_on_the_training_microbatches():
+    """Its own count, padded sequences left out: 10 sequences in microbatches of 1, 2, 4 and 8."""
+    losses = [
+        run(small_config("sgd", train__micro_batch_size=size, train__steps=1, optimizer__lr=0.0)).val_loss
+        for size in (1, 2, 4, 8)
+    ]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-12)
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_short_runs(steps):
     def numbers(stages):
