@@ -23,6 +23,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 def render_curves(curves: Sequence[Curve], *, title: str, x_label: str, y_label: str) -> str:
     """Curves over one pair of axes, as a self-contained SVG element."""
+    curves = [curve for curve in curves if curve.points]
     points = [point for curve in curves for point in curve.points]
     if not points:
         return ""
@@ -78,6 +79,15 @@ def render_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
+def render_facts(facts: Mapping[str, Any]) -> str:
+    """Names and values as a table of two columns."""
+    body = "".join(
+        f"<tr><th>{escape(name.replace('_', ' '))}</th><td>{escape(show(value))}</td></tr>"
+        for name, value in facts.items()
+    )
+    return f"<table>{body}</table>"
+
+
 def show(value: Any) -> str:
     """A value for people."""
     if value is None:
@@ -95,7 +105,7 @@ def render_page(*, title: str, sections: Sequence[tuple[str, str]]) -> str:
         "body{font-family:sans-serif;max-width:1140px;margin:24px auto;padding:0 16px;color:#222}"
         "table{border-collapse:collapse;margin:8px 0}td,th{border:1px solid #ccc;padding:4px 10px;text-align:left}"
         "th{background:#f4f4f4}.curves{display:grid;grid-template-columns:1fr 1fr;gap:12px}"
-        "pre{background:#f7f7f7;padding:10px;overflow-x:auto;font-size:12px}</style></head><body>"
+        "pre{background:#f7f7f7;padding:10px;white-space:pre-wrap;font-size:12px}</style></head><body>"
         f"<h1>{escape(title)}</h1>{body}</body></html>\n"
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megaasync.config.schema import TrainConfig
 from megaasync.observe.progress import Progress
-from megaasync.observe.report import metric_curves, render_page, render_table, show
+from megaasync.observe.report import metric_curves, render_facts, render_page, show
 from megaasync.observe.run_files import MetricsFile, read_metrics, write_json, write_text
 from megaasync.observe.trace import Timeline, write_chrome_trace
 from megaasync.observe.tracker import WandbTracker
@@ -126,8 +126,10 @@ class RunOutput:
         return render_page(
             title=f"megaasync run {self._folder.name}",
             sections=[
-                ("Result", render_table([summary])),
-                ("Setting", render_table([setting])),
+                (
+                    "Result and setting",
+                    f'<div class="curves"><div>{render_facts(summary)}</div><div>{render_facts(setting)}</div></div>',
+                ),
                 ("Curves", metric_curves(rows)),
                 ("Pipeline", drawings),
                 ("Plan", f"<pre>{render_plan(self._plan)}</pre>"),
