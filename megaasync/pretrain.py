@@ -40,14 +40,6 @@ def _print_plan(config: TrainConfig) -> None:
     print(plan.render_plan(plan.make_plan(config)))
 
 
-def _share_folder(folder: Path | None, environment: RankEnvironment) -> Path:
-    """Rank 0's folder on every rank of a launched job."""
-    if environment.world_size == 1:
-        return folder
-    groups = importlib.import_module("megaasync.distributed.groups")
-    return Path(groups.agree_on_text(None if folder is None else str(folder), environment))
-
-
 def _prepare(config: TrainConfig, plain: dict[str, Any], *, is_first: bool) -> tuple[Any, Path | None]:
     """Data and run folder, on the rank or launcher that makes them."""
     prepare = importlib.import_module("megaasync.data.prepare")
@@ -73,10 +65,10 @@ def pretrain(plain: dict[str, Any]) -> None:
     Raises:
         SystemExit: 2 for the user's mistakes, 1 for a failed rank, 130 for an interrupt.
     """
-    folder = None
+    folder = environment = None
     try:
-        config = validate(read(TrainConfig, plain))
         environment = launched_environment()
+        config = validate(read(TrainConfig, plain))
         if config.dry_run:
             _print_plan(config)
             return
@@ -84,14 +76,14 @@ def pretrain(plain: dict[str, Any]) -> None:
         prepared, folder = _prepare(config, plain, is_first=environment is None or environment.rank == 0)
         if environment is None:
             spawn_ranks(_run_rank, (config, prepared, folder, plain), world_size=config.world_size)
-        else:
-            folder = _share_folder(folder, environment)
-            if _worker_module().run_rank(environment, config, prepared, folder, plain) == "interrupted":
-                raise Interrupted("interrupted")
+        elif _worker_module().run_rank(environment, config, prepared, folder, plain) == "interrupted":
+            raise Interrupted("interrupted")
     except (ConfigError, DataError) as error:
         _release(folder)
         if plain.get("debug") is True:
             traceback.print_exc()
+        if isinstance(error, ConfigError) and environment is not None and environment.rank > 0:
+            raise SystemExit(CONFIG_ERROR_STATUS) from None  # rank 0 says the same
         fail(str(error), status=CONFIG_ERROR_STATUS)
     except RankFailed as error:
         _release(folder)

@@ -3,6 +3,8 @@
 import os
 from dataclasses import dataclass
 
+from megaasync.config import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
@@ -25,7 +27,7 @@ def launched_environment() -> RankEnvironment | None:
     """The place that torchrun or srun gave this process, or None if it was started bare.
 
     Raises:
-        ValueError: launched with several ranks but without an address to meet at.
+        ConfigError: launched with several ranks but without an address to meet at.
     """
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -37,7 +39,7 @@ def launched_environment() -> RankEnvironment | None:
     rank, world_size = int(env[names[0]]), int(env[names[1]])
     local_rank, local_world = int(env.get(names[2], rank)), int(env.get(names[3], world_size))
     if world_size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
-        raise ValueError(
+        raise ConfigError(
             f"WORLD_SIZE={world_size}: MASTER_ADDR and MASTER_PORT are not set; start with torchrun, or bare"
         )
     return RankEnvironment(rank, world_size, local_rank, local_world, "env://")

@@ -47,19 +47,3 @@ def leave_group() -> None:
     """Take the process group down, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def agree_on_text(text: str | None, environment: RankEnvironment) -> str:
-    """Rank 0's text on every rank, through the job's own rendezvous store, before any process group.
-
-    Args:
-        text: on rank 0; None elsewhere.
-        environment: of a launched job.
-    """
-    store, _, _ = next(
-        dist.rendezvous(environment.init_method, environment.rank, environment.world_size, timeout=timedelta(minutes=5))
-    )
-    store = dist.PrefixStore("megaasync/agree", store)
-    if text is not None:
-        store.set("text", text)
-    return store.get("text").decode()

@@ -14,7 +14,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from megaasync.config import ConfigError
+from megaasync.data import DataError
 from megaasync.distributed.environment import RankEnvironment
+from megaasync.pipeline import TrainingError
+from megaasync.schedules import ScheduleError
 
 _GRACE_SECONDS = 8.0  # from an interrupt to the ranks' end by force
 _LINGER_SECONDS = 2.0  # from one rank's failure to the others' end by force
@@ -73,9 +77,8 @@ def _rank_main(
     try:
         ended = _Ended(value=target(environment, *args))
     except BaseException as error:
-        # ConfigError and DataError are ValueErrors of ours: the user's, and their message is enough.
-        own = type(error).__name__ in ("ConfigError", "DataError", "ScheduleError", "TrainingError")
-        is_user_error = own and isinstance(error, ValueError)
+        is_user_error = isinstance(error, ConfigError | DataError | ScheduleError)
+        own = is_user_error or isinstance(error, TrainingError)  # their message is enough
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         message = str(error) if own else f"{type(error).__name__}: {error}{notes}"
         ended = _Ended(error=message, is_user_error=is_user_error, details="" if own else traceback.format_exc())

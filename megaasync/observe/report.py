@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 540, 250, 64, 36, 34
+_MOST_POINTS = 1500  # of one curve; more cannot be seen
 _COLORS = ("#2166ac", "#d6604d", "#4d9221", "#762a83")
 
 
@@ -17,13 +18,19 @@ class Curve:
     points: Sequence[tuple[float, float]]
 
 
+def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Every n-th point, and the last."""
+    every = -(-len(points) // _MOST_POINTS)
+    return points if every == 1 else [*points[:-1:every], points[-1]]
+
+
 def _ticks(low: float, high: float) -> list[float]:
     return [low + (high - low) * i / 4 for i in range(5)]
 
 
 def render_curves(curves: Sequence[Curve], *, title: str, x_label: str, y_label: str) -> str:
     """Curves over one pair of axes, as a self-contained SVG element."""
-    curves = [curve for curve in curves if curve.points]
+    curves = [Curve(curve.name, _thinned(curve.points)) for curve in curves if curve.points]
     points = [point for curve in curves for point in curve.points]
     if not points:
         return ""

@@ -3,6 +3,8 @@
 Times are `perf_counter` seconds, which on Linux is one clock for all processes of a host.
 """
 
+import bisect
+import itertools
 import json
 from collections import deque
 from collections.abc import Callable
@@ -91,9 +93,11 @@ def merge(parts: list[tuple[list[Span], list[tuple[float, float]]]]) -> Timeline
     ]
     spans = [span for spans, _ in parts for span in spans]
     origin = min((span.start for span in spans), default=0.0)
+    ends = [end for _, end in pauses]
+    paused_before = [0.0, *itertools.accumulate(end - start for start, end in pauses)]
 
     def without_pauses(time: float) -> float:
-        return time - origin - sum(end - start for start, end in pauses if end <= time)
+        return time - origin - paused_before[bisect.bisect_right(ends, time)]
 
     moved = [Span(s.rank, s.action, without_pauses(s.start), without_pauses(s.end)) for s in spans]
     return Timeline(sorted(moved, key=lambda span: (span.start, span.rank)), len(parts))

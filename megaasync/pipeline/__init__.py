@@ -1,1 +1,5 @@
 """The engine: stages, weight versions, gradient buffers, and the executor that runs a schedule's table."""
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on: a number is not finite."""

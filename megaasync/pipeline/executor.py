@@ -11,12 +11,9 @@ from torch import distributed as dist
 from megaasync.data.microbatches import MicrobatchSource
 from megaasync.distributed.p2p import Receiver, Sender, TensorSpec
 from megaasync.observe.trace import Recorder
+from megaasync.pipeline import TrainingError
 from megaasync.pipeline.stage import PipelineStage
 from megaasync.schedules import Action, Op, PipelineSchedule, unroll
-
-
-class TrainingError(RuntimeError):
-    """The run cannot go on: a number is not finite."""
 
 
 @dataclass(frozen=True, slots=True)

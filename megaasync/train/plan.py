@@ -46,7 +46,8 @@ def make_plan(config: TrainConfig) -> dict[str, Any]:
 
     Returns:
         Parameters; per stage its rank, layers, parameters and bytes by kind; bubble and slack of the schedule in
-        units of one forward, with a backward of two; tokens and communication per step.
+        units of one forward, with a backward of two; the rule and decay of each kind of parameter; tokens and
+        communication per step.
     """
     model, schedule = config.model, build_schedule(config)
     dtype = DTYPES[config.train.dtype]
@@ -54,11 +55,16 @@ def make_plan(config: TrainConfig) -> dict[str, Any]:
     figures = report(schedule)
     message = config.train.micro_batch_size * model.seq_length * model.hidden_size * compute
     stages, total, active = [], 0, 0
+    routing: dict[tuple[str, str, float], list[int]] = {}
     for index, layers in enumerate(deal_layers(model, num_stages=config.parallel.pipeline)):
         shapes = stage_shapes(model, layers)
         count, used = count_parameters(shapes, model)
         total, active = total + count, active + used
         routes = route_parameters(shapes, config.optimizer)
+        for name, route in routes.items():
+            line = routing.setdefault((type(route.rule).__name__, route.role.value, route.weight_decay), [0, 0])
+            line[0] += 1
+            line[1] += math.prod(shapes[name])
         state_tensors = {"Sgd": 0, "AdamW": 2, "Muon": 1}
         state = sum(math.prod(shapes[n]) * state_tensors[type(r.rule).__name__] for n, r in routes.items())
         stages.append(
@@ -90,6 +96,10 @@ def make_plan(config: TrainConfig) -> dict[str, Any]:
         "tokens_per_step": config.train.global_batch_size * model.seq_length,
         "bubble": figures.bubble,
         "stages": stages,
+        "routing": [
+            {"rule": rule, "role": role, "weight_decay": decay, "tensors": tensors, "parameters": parameters}
+            for (rule, role, decay), (tensors, parameters) in routing.items()
+        ],
         "communication_bytes_per_step": neighbours * schedule.num_microbatches * message,
     }
 
@@ -118,6 +128,11 @@ def render_plan(plan: Mapping[str, Any]) -> str:
             f"stage {stage['stage']}    rank {stage['rank']}, layers {first} to {end - 1}, "
             f"{stage['parameters']:,} parameters: {kinds}; {stage['weight_versions']} weight version(s), "
             f"{stage['microbatches_in_flight']} microbatch(es) in flight, slack {stage['slack']:.3g} forwards"
+        )
+    for line in plan["routing"]:
+        lines.append(
+            f"updates    {line['rule']} with weight decay {line['weight_decay']:g}: {line['role']}, "
+            f"{line['tensors']} tensor(s), {line['parameters']:,} parameters"
         )
     lines.append(f"transfer   {_size(plan['communication_bytes_per_step'])} per step between stages")
     return "\n".join(lines)

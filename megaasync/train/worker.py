@@ -28,7 +28,7 @@ def run_rank(
     environment: RankEnvironment,
     config: TrainConfig,
     prepared: PreparedData,
-    folder: Path,
+    folder: Path | None,
     run_config: Mapping[str, Any],
 ) -> str:
     """Train on this rank, from joining the group to leaving it.
@@ -37,7 +37,7 @@ def run_rank(
         environment: this rank's place.
         config: validated.
         prepared: where the tokens are.
-        folder: the run folder; rank 0 writes it.
+        folder: the run folder, on rank 0, which writes it.
         run_config: the config as a plain dict, for the tracker.
 
     Returns:

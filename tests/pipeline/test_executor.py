@@ -10,7 +10,7 @@ from megaasync.data.microbatches import Microbatch
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.entry.spawn import RankFailed, spawn_ranks
-from megaasync.pipeline.executor import TrainingError
+from megaasync.pipeline import TrainingError
 from megaasync.train.build import build_trainer
 from megaasync.train.worker import _TIMEOUT
 from tests.support.configs import small_config
