@@ -8,6 +8,8 @@ Any rank can ask for any position of any epoch without memory that grows with th
 import numpy as np
 
 _ROUNDS = 6
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_WORD = (1 << 64) - 1
 
 
 def _mix(values: np.ndarray, key: int) -> np.ndarray:
@@ -32,7 +34,8 @@ def permuted(positions: np.ndarray, *, size: int, seed: int, epoch: int) -> np.n
     half = max(((size - 1).bit_length() + 1) // 2, 1)
     mask = np.uint64((1 << half) - 1)
     shift = np.uint64(half)
-    keys = np.random.Generator(np.random.PCG64([seed, epoch])).integers(0, 1 << 63, size=_ROUNDS)
+    numbers = np.arange(1, _ROUNDS + 1, dtype=np.uint64)
+    keys = _mix(_mix(numbers * _GOLDEN, seed & _WORD) * _GOLDEN, epoch & _WORD)
     values = np.array(positions, dtype=np.uint64)
     outside = np.ones(values.shape, dtype=bool)
     while outside.any():

@@ -164,8 +164,12 @@ def _wait_for(processes: list, connections: list[Connection], interrupts: list[f
     if interrupts:
         raise Interrupted("interrupted")
     if failures:
-        # A rank that lost its peer fails too, sometimes sooner than the news of the peer arrives.
-        cause = next((one for one in failures if "Connection closed by peer" not in one.error), failures[0])
+        # A rank that lost its peer fails too, with a traceback from the transport, and sometimes sooner than the news
+        # of the peer arrives; an error without a traceback is one of ours or a death, and explains the rest.
+        lost_peer = ("Connection closed by peer", "Connection reset by peer")
+        cause = next((one for one in failures if not one.details), None) or next(
+            (one for one in failures if not any(words in one.error for words in lost_peer)), failures[0]
+        )
         raise RankFailed(cause.error, is_user_error=cause.is_user_error, details=cause.details)
     for process in processes:
         process.join()

@@ -51,6 +51,23 @@ class Experts(nn.Module):
         return grouped_linear(F.silu(gate_RF) * up_RF, self.down, counts_E)
 
 
+class _Permute(torch.autograd.Function):
+    """Rows in another order. The backward is a gather by the inverse permutation.
+
+    Plain indexing would add rows into place, in an order that a GPU does not fix; so runs repeat bit for bit.
+    """
+
+    @staticmethod
+    def forward(ctx, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:  # noqa: ANN001 - torch's signature
+        ctx.save_for_backward(inverse_R)
+        return x_RD[order_R]
+
+    @staticmethod
+    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN001 - torch's signature
+        (inverse_R,) = ctx.saved_tensors
+        return grad_RD[inverse_R], None, None
+
+
 class MoE(nn.Module):
     """Router, routed experts and shared experts; no token is dropped."""
 
@@ -73,16 +90,14 @@ class MoE(nn.Module):
         routing = self.router(x_TD)
         top_k = routing.experts_TK.shape[1]
         experts_R = routing.experts_TK.flatten()
-        # Sorting all T x K copies and undoing it with the inverse permutation has no index_add in either direction,
-        # so sums are taken in one order and runs repeat bit for bit.
         order_R = experts_R.argsort(stable=True)
+        back_R = torch.empty_like(order_R)
+        back_R[order_R] = torch.arange(len(order_R), device=order_R.device)
         # not bincount, which would wait for a GPU to learn the largest value
         counts_E = experts_R.new_zeros(self._num_experts).index_add_(0, experts_R, torch.ones_like(experts_R))
         copies_RD = x_TD.repeat_interleave(top_k, dim=0)
-        routed_RD = self.experts(copies_RD[order_R], counts_E)
-        back_R = torch.empty_like(order_R)
-        back_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        chosen_TKD = routed_RD[back_R].view(len(x_TD), top_k, -1)
+        routed_RD = self.experts(_Permute.apply(copies_RD, order_R, back_R), counts_E)
+        chosen_TKD = _Permute.apply(routed_RD, back_R, order_R).view(len(x_TD), top_k, -1)
         y_TD = (chosen_TKD * routing.weights_TK.to(x_TD.dtype).unsqueeze(-1)).sum(dim=1)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)

@@ -5,7 +5,7 @@ Newton-Schulz takes. Gradients, master weights, updates and compute weights all 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch import Tensor
 from megaasync.optim.routing import Route, Shape
 from megaasync.optim.update_rule import UpdateRule
 
-_ALIGNMENT = 64  # elements; keeps every group's start on a boundary that matmul kernels accept
+ALIGNMENT = 64  # elements; keeps every group's start on a boundary that matmul kernels accept
+_SCRATCH = 1 << 25  # elements that one part of a step takes; its scratch is up to five times that
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,12 @@ class Group:
         """[n, rows, cols] or [n], as the rule wants it."""
         run = flat[self.start : self.end]
         return run if self.matrix_shape is None else run.view(-1, *self.matrix_shape)
+
+    def parts(self) -> Iterator[slice]:
+        """Slices of the view's first dimension that a step takes one at a time, so that its scratch stays bounded."""
+        row = 1 if self.matrix_shape is None else math.prod(self.matrix_shape)
+        length, rows = (self.end - self.start) // row, max(_SCRATCH // row, 1)
+        return (slice(at, min(at + rows, length)) for at in range(0, length, rows))
 
 
 class FlatLayout:
@@ -62,7 +69,7 @@ class FlatLayout:
                 self._starts[name] = at
                 at += math.prod(shapes[name])
             groups.append(Group(rule, weight_decay, start, at, matrix_shape))
-            at = -(-at // _ALIGNMENT) * _ALIGNMENT
+            at = -(-at // ALIGNMENT) * ALIGNMENT
         self.groups, self.size = tuple(groups), at
 
     def views(self, flat: Tensor) -> list[Tensor]:

@@ -51,16 +51,13 @@ class StageOptimizer:
         lr = self._learning_rate(self.num_updates)
         self.num_updates += 1
         gradient.mul_(scale)
-        for group, state in zip(self.layout.groups, self._states, strict=True):
-            z = group.view(self.master)
-            update = group.rule.direction(group.view(gradient), state, count=self.num_updates)
-            if group.weight_decay:
-                update.add_(z, alpha=group.weight_decay)
-            update.mul_(lr)
-            z.sub_(update)
-            target = group.view(publish)
-            if self._error_feedback:
-                torch.sub(z, update, out=update)
-                target.copy_(update)
-            else:
-                target.copy_(z)
+        for group, whole_state in zip(self.layout.groups, self._states, strict=True):
+            for part in group.parts():
+                z = group.view(self.master)[part]
+                state = {name: tensor[part] for name, tensor in whole_state.items()}
+                update = group.rule.direction(group.view(gradient)[part], state, count=self.num_updates)
+                if group.weight_decay:
+                    update.add_(z, alpha=group.weight_decay)
+                update.mul_(lr)
+                z.sub_(update)
+                group.view(publish)[part].copy_(torch.sub(z, update, out=update) if self._error_feedback else z)

@@ -20,7 +20,7 @@ class UpdateRule(Protocol):
     """One optimizer's recurrence, on one tensor or a stack of equal matrices."""
 
     def init(self, like: Tensor) -> State:
-        """Zero state for parameters shaped as `like`."""
+        """Zero state for parameters shaped as `like`; every tensor of it shares the first dimension of `like`."""
 
     def direction(self, grad: Tensor, state: State, *, count: int) -> Tensor:
         """Absorb a gradient into `state`, in place.

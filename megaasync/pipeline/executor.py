@@ -1,5 +1,6 @@
 """The one executor: runs this rank's slice of a schedule's table, whatever the schedule. There is no `if async`."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -34,6 +35,14 @@ class StepResult:
     grad_norm: float
     tokens: int
     finished: float
+    stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Mean loss in nats over the valid tokens of an evaluation, and whether some rank asked to stop."""
+
+    loss: float | None
     stop: bool
 
 
@@ -143,17 +152,20 @@ class Executor:
                 self._run[action.op](action)
             except TrainingError:
                 yield from self._take_reported()
+                self._flush()
                 raise
             except Exception as error:
                 error.add_note(f"rank {self._rank} was at {action} of schedule {self._schedule.name}")
                 raise
             yield from self._take_reported()
-        for step in sorted(self._norms):
-            self._result(step)
-        yield from self._take_reported()
+        try:
+            for step in sorted(self._norms):
+                self._result(step)
+        finally:
+            yield from self._take_reported()
         self._close((end_step - self._end) * self._schedule.num_microbatches)
 
-    def evaluate(self, source: MicrobatchSource, *, num_microbatches: int, version: int) -> float:
+    def evaluate(self, source: MicrobatchSource, *, num_microbatches: int, version: int) -> Evaluation:
         """Mean loss over a source's microbatches, forward only, with an empty pipeline; the same on every rank.
 
         Args:
@@ -163,22 +175,23 @@ class Executor:
         """
         for receiver in self._receive_x.values():
             receiver.expect(num_microbatches)
-        total = torch.zeros(2, dtype=torch.float64, device=self._spec.device)
+        total = torch.zeros(3, dtype=torch.float64, device=self._spec.device)
         for number in range(num_microbatches):
             for stage in self._stages.values():
-                microbatch = source.get(0, number)
+                microbatch = source.get(0, number) if stage.is_first or stage.is_last else None
                 x = None if stage.is_first else self._receive_x[stage.index].take()
                 y = stage.evaluate(x, microbatch, version=version)
                 if stage.is_last:
-                    total += torch.stack([y.double(), microbatch.mask_BS.sum().double()])
+                    total[:2] += torch.stack([y.double(), microbatch.mask_BS.sum().double()])
                 else:
                     self._send_y[stage.index].send(y)
         for sender in self._send_y.values():
             sender.flush()
+        total[2] = float(self._stop_requested)
         if self._norm_group is not None:
             dist.all_reduce(total, group=self._norm_group)
-        loss, tokens = total.tolist()
-        return loss / max(tokens, 1)
+        loss, tokens, stops = total.tolist()
+        return Evaluation(loss / max(tokens, 1), stops > 0)
 
     def _expect(self, num_messages: int) -> None:
         for receiver in (*self._receive_x.values(), *self._receive_grad.values()):
@@ -186,12 +199,15 @@ class Executor:
 
     def _close(self, num_unsent: int) -> None:
         """Leave no message and no receive behind; `num_unsent` messages per channel were cut off by a stop."""
-        senders = (*self._send_y.values(), *self._send_grad.values())
-        for sender in senders:
+        for sender in (*self._send_y.values(), *self._send_grad.values()):
             sender.pad(num_unsent)
         for receiver in (*self._receive_x.values(), *self._receive_grad.values()):
             receiver.cancel()
-        for sender in senders:
+        self._flush()
+
+    def _flush(self) -> None:
+        """Wait until all messages have gone out: peers need them to come to the step at which this rank ends."""
+        for sender in (*self._send_y.values(), *self._send_grad.values()):
             sender.flush()
 
     def _take_reported(self) -> Iterator[StepResult]:
@@ -200,7 +216,8 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         stage = self._stages[action.stage]
-        microbatch = self._source.get(action.step, action.microbatch)
+        needs_tokens = stage.is_first or stage.is_last
+        microbatch = self._source.get(action.step, action.microbatch) if needs_tokens else None
         x = None if stage.is_first else self._receive_x[action.stage].take()
         start = perf_counter()
         version = self._schedule.version(stage=action.stage, step=action.step)
@@ -244,7 +261,7 @@ class Executor:
         )
         self._results[step] = result
         self._reported.append(result)
-        if not (torch.isfinite(pending.terms).all()):
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             raise TrainingError(
                 f"step {step + 1}: loss {result.loss} and global gradient norm {result.grad_norm} are not both finite; "
                 "nothing of this step was applied. Try a lower optimizer.lr or a longer train.warmup_steps"

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
+import torch
 from torch import distributed as dist
 
 from megaasync.config.schema import TrainConfig
 from megaasync.data.microbatches import ValidationMicrobatches
 from megaasync.observe.trace import Recorder, Timeline, merge
 from megaasync.optim.lr_schedule import lr_multiplier
-from megaasync.pipeline.executor import Executor, StepResult
+from megaasync.pipeline.executor import Evaluation, Executor, StepResult
 from megaasync.schedules import PipelineSchedule
 
 
@@ -35,8 +36,8 @@ class TrainOutcome:
         train_loss: of the last step.
         val_loss: of the settled z; None if interrupted or without validation data.
         tokens_per_second: between the first and the last step, evaluations left out.
-        peak_memory_bytes: of the rank that used most.
-        timeline: measured, all ranks.
+        peak_memory_bytes: of the rank that used most; on ranks other than 0, this rank's.
+        timeline: measured, all ranks; on ranks other than 0, this rank's.
     """
 
     status: str
@@ -47,6 +48,13 @@ class TrainOutcome:
     tokens_per_second: float | None
     peak_memory_bytes: int
     timeline: Timeline
+
+
+def _peak_memory() -> int:
+    """Bytes: of the GPU if there is one, else resident in the process."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Trainer:
@@ -81,13 +89,13 @@ class Trainer:
             for result in self.executor.run(done, end):
                 self._report(result)
                 done, stopped = result.step + 1, stopped or result.stop
-            if stopped:
+            if end < self._config.train.steps and not stopped:
+                stopped = self._evaluate(end).stop
+            if stopped and done < self._config.train.steps:
                 return self._outcome("interrupted", done, None)
-            if end < self._config.train.steps:
-                self._evaluate(end)
         for _ in self.executor.run(done, done, settle=True):
             pass
-        return self._outcome("completed", done, self._evaluate(done))
+        return self._outcome("completed", done, self._evaluate(done).loss)
 
     def _segment_ends(self) -> Iterator[int]:
         """Steps after which the pipeline is emptied: before every evaluation, and at the end."""
@@ -120,41 +128,42 @@ class Trainer:
         if self._observer is not None:
             self._observer.on_row(row)
 
-    def _evaluate(self, done: int) -> float | None:
+    def _evaluate(self, done: int) -> Evaluation:
         """Validation loss of z, the newest master; under error feedback also of the published x.
 
         The pipeline is empty. z goes into the slot that the next update overwrites, so nothing in use is touched.
         """
         if self._validation is None:
-            return None
+            return Evaluation(None, False)
         start = perf_counter()
         version = self.executor.num_updates
         row: dict[str, Any] = {"kind": "val", "step": done}
         if max(self._schedule.delay) == 0:
-            row["loss"] = self._loss_of(version)
+            of_z = self._loss_of(version)
         else:
             for stage in self.executor.stages:
                 stage.versions.flat(version + 1).copy_(stage.optimizer.master)
-            row["loss"] = self._loss_of(version + 1)
-            if self._config.correction.name == "error_feedback":
-                row["loss_x"] = self._loss_of(version)
+            of_z = self._loss_of(version + 1)
+        row["loss"] = of_z.loss
+        if self._config.correction.name == "error_feedback":
+            row["loss_x"] = self._loss_of(version).loss
         self._recorder.add_pause(start)
         self._evaluating += perf_counter() - start
         self._emit(row)
-        return row["loss"]
+        return of_z
 
-    def _loss_of(self, version: int) -> float:
+    def _loss_of(self, version: int) -> Evaluation:
         return self.executor.evaluate(
             self._validation, num_microbatches=self._validation.num_microbatches, version=version
         )
 
     def _outcome(self, status: str, done: int, val_loss: float | None) -> TrainOutcome:
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        mine = (list(self._recorder.spans), self._recorder.pauses, memory)
+        mine = (list(self._recorder.spans), self._recorder.pauses, _peak_memory())
         parts = [mine]
         if dist.is_initialized():
-            parts = [mine] * dist.get_world_size()
-            dist.all_gather_object(parts, mine)
+            gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(mine, gathered)
+            parts = gathered or parts
         rate = None
         if len(self._finish_times) == 2 and done > 1:
             elapsed = self._finish_times[1] - self._finish_times[0]

@@ -1,5 +1,6 @@
 """Whole runs from the command line: what they leave behind, and black-box facts about the delay."""
 
+import contextlib
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ def traced(tmp_path_factory):
         "correction=error_feedback",
         "train.steps=12",
         "train.eval_interval=5",
+        "train.eval_sequences=128",
         "logging.trace=true",
         "logging.interval=5",
         "run.dir=run",
@@ -87,6 +89,20 @@ def test_the_trace_holds_every_action_and_the_bubble_follows_from_it(traced):
     end = max(e["ts"] + e["dur"] for e in events if e["args"]["step"] == 10)
     busy = sum(max(0, min(e["ts"] + e["dur"], end) - max(e["ts"], start)) for e in events if e["cat"] in ("F", "B"))
     assert summary(folder)["bubble_measured"] == pytest.approx(1 - busy / (2 * (end - start)), abs=1e-4)
+
+
+def test_throughput_leaves_evaluations_out_and_fits_rows_and_trace(traced):
+    _, folder = traced
+    rows, rate = metrics(folder), summary(folder)["tokens_per_second"]
+    seconds = sum(128 / row["tokens_per_second"] for row in rows[1:])
+    assert rate == pytest.approx(11 * 128 / seconds, rel=1e-6)
+    # the trace has its own way of leaving out pauses: last backwards of the first and last step on rank 0
+    events = [e for e in json.loads((folder / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    ends = {
+        step: max(e["ts"] + e["dur"] for e in events if e["tid"] == 0 and e["cat"] == "B" and e["args"]["step"] == step)
+        for step in (0, 11)
+    }
+    assert rate == pytest.approx(11 * 128 / (ends[11] - ends[0]) * 1e6, rel=0.1)
 
 
 def test_the_report_stands_alone(traced):
@@ -197,6 +213,16 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
     raise AssertionError("the run never came to its steps")
 
 
+@pytest.fixture
+def long_run(tmp_path):
+    """A run that would take hours, on the test's folder; whatever is left of it is ended after the test."""
+    process = start_long_run(tmp_path)
+    yield process
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def start_long_run(cwd: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
         command(*TINY, "parallel.pipeline=2", "train.steps=100000", "run.dir=run", *arguments),
@@ -217,8 +243,8 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 
 
 @pytest.mark.parametrize("to_group", [False, True], ids=["to the launcher", "to all, as a terminal does"])
-def test_interrupt_ends_all_ranks_with_the_folder_whole(tmp_path, to_group):
-    process = start_long_run(tmp_path)
+def test_interrupt_ends_all_ranks_with_the_folder_whole(tmp_path, long_run, to_group):
+    process = long_run
     wait_for_step(tmp_path / "run", 5, process)
     start = time.monotonic()
     (os.killpg if to_group else os.kill)(process.pid, signal.SIGINT)
@@ -235,8 +261,8 @@ def test_interrupt_ends_all_ranks_with_the_folder_whole(tmp_path, to_group):
     assert ranks_of(process) == []
 
 
-def test_a_killed_rank_ends_the_run(tmp_path):
-    process = start_long_run(tmp_path)
+def test_a_killed_rank_ends_the_run(tmp_path, long_run):
+    process = long_run
     wait_for_step(tmp_path / "run", 5, process)
     # the fork server is the eldest, the ranks are its children
     victim = ranks_of(process)[-1]
@@ -249,8 +275,8 @@ def test_a_killed_rank_ends_the_run(tmp_path):
     assert ranks_of(process) == []
 
 
-def test_ranks_die_with_their_launcher(tmp_path):
-    process = start_long_run(tmp_path)
+def test_ranks_die_with_their_launcher(tmp_path, long_run):
+    process = long_run
     wait_for_step(tmp_path / "run", 5, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=30)

@@ -196,6 +196,23 @@ def test_equal_matrices_are_one_stack():
     assert stacks == [(1, 3, 6), (2, 6, 6), (4, 5, 6), (4, 6, 5)]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_in_parts_is_the_step(optimizer, monkeypatch):
+    """Scratch is bounded by taking a group in parts; at any size the same weights come out."""
+    config, initial = small_config(optimizer), random_tensors(6)
+
+    def weights():
+        product = Product(config, initial, lr_of, error_feedback=True)
+        for k in range(3):
+            product.step(random_tensors(k))
+        return product.optimizer.master, product.published
+
+    whole = weights()
+    monkeypatch.setattr("megaasync.optim.flat_layout._SCRATCH", 40)
+    for a, b in zip(whole, weights(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-15)
+
+
 def test_views_cover_the_buffer_once():
     layout = FlatLayout(SHAPES, route_parameters(SHAPES, small_config("muon").optimizer))
     flat = torch.zeros(layout.size)

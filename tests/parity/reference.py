@@ -4,19 +4,32 @@ It imports nothing of megaasync's optim or pipeline. Faults can be put in on pur
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.func import functional_call
 
 from megaasync.config import TrainConfig
-from megaasync.data.microbatches import TokenSequences, TrainingMicrobatches
+from megaasync.data.microbatches import Microbatch, TokenSequences, TrainingMicrobatches
 from megaasync.data.synthetic import MarkovSource
 from megaasync.models.initialize import initialize_
 from megaasync.models.partition import deal_layers
 from megaasync.models.transformer import DecoderStage
 
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Reference:
+    """Losses, global gradient norms and final weights; z and published weights after each update; the model."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, np.ndarray]
+    z: list[Tensors]
+    x: list[Tensors]
+    model: DecoderStage
 
 
 def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
@@ -71,8 +84,8 @@ def clip_groups(names: list[str], config: TrainConfig, fault: str | None) -> lis
     return groups
 
 
-def reference_run(config: TrainConfig, *, delay: int, fault: str | None = None) -> tuple[list, list, dict]:
-    """Losses, global gradient norms and final weights of a run with the given delay."""
+def reference_run(config: TrainConfig, *, delay: int, fault: str | None = None) -> Reference:
+    """A run with the given delay."""
     torch.set_default_dtype(torch.float64)
     model = DecoderStage(config.model, range(config.model.num_layers))
     torch.set_default_dtype(torch.float32)
@@ -94,6 +107,7 @@ def reference_run(config: TrainConfig, *, delay: int, fault: str | None = None) 
     z = {name: p.detach().clone() for name, p in model.named_parameters()}
     x = [dict(z)]  # x[v]: what version v publishes
     states: dict[str, Tensors] = {name: {} for name in z}
+    zs = [dict(z)]
     losses, norms = [], []
     for t in range(T):
         weights = {name: w.clone().requires_grad_() for name, w in x[max(t - delay, 0)].items()}
@@ -105,7 +119,7 @@ def reference_run(config: TrainConfig, *, delay: int, fault: str | None = None) 
         for names in clip_groups(list(g), config, fault):
             norm = math.sqrt(sum(g[name].square().sum().item() for name in names))
             for name in names:
-                g[name] = g[name] * min(1.0, config.train.clip_grad_norm / norm)
+                g[name] = g[name] * min(1.0, (config.train.clip_grad_norm or math.inf) / norm)
         if fault == "no settling" and delay > 0 and t == T - 1:
             break
         new_x = {}
@@ -116,7 +130,20 @@ def reference_run(config: TrainConfig, *, delay: int, fault: str | None = None) 
             z[name] = z[name] - u
             new_x[name] = z[name] - u if error_feedback else z[name]
         x.append(new_x)
-    return losses, norms, {name: w.numpy() for name, w in z.items()}
+        zs.append(dict(z))
+    return Reference(losses, norms, {name: w.numpy() for name, w in z.items()}, zs, x, model)
+
+
+def validation_loss(reference: Reference, weights: Tensors, config: TrainConfig) -> float:
+    """Mean loss of the validation stream's first sequences, taken one at a time."""
+    chain = MarkovSource(vocab_size=config.model.vocab_size, branching=config.data.branching, seed=config.train.seed)
+    length, total = config.model.seq_length, 0.0
+    tokens = torch.from_numpy(chain.tokens(num_tokens=config.data.num_tokens // 10, stream=1)).long()
+    for i in range(config.train.eval_sequences):
+        row = tokens[None, i * length : i * length + length + 1]
+        batch = Microbatch(row[:, :-1], row[:, 1:], torch.ones(1, length, dtype=torch.bool))
+        total += functional_call(reference.model, weights, (None, batch)).item()
+    return total / (config.train.eval_sequences * length)
 
 
 def largest_gap(run_weights: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> float:
