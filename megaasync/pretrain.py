@@ -1,8 +1,10 @@
 """One pretraining run from the command line: python -m megaasync.pretrain [group=choice] [key=value]."""
 
 import importlib
+import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,11 @@ import yaml
 from megaasync.config import ConfigError, TrainConfig, read, validate
 from megaasync.data import DataError
 from megaasync.distributed.environment import RankEnvironment, launched_environment
-from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, fail, run_app
+from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, INTERRUPTED_STATUS, fail, run_app
 from megaasync.entry.run_folder import make_run_folder, release_run_folder
-from megaasync.entry.spawn import Interrupted, RankFailed, spawn_ranks
-from megaasync.observe.run_files import write_json, write_text
-
-_INTERRUPTED_STATUS = 130
+from megaasync.entry.spawn import Interrupted, RankFailed, explain_file_error, spawn_ranks
+from megaasync.observe.run_files import read_metrics, write_json, write_text
+from megaasync.pipeline import TrainingError
 
 
 def _check_world(config: TrainConfig, environment: RankEnvironment | None) -> None:
@@ -54,6 +55,15 @@ def _prepare(config: TrainConfig, plain: dict[str, Any], *, is_first: bool) -> t
     return prepared, folder
 
 
+def _write_summary(folder: Path, **facts: str) -> None:
+    """The summary of a run that could not write its own, from what metrics.jsonl tells."""
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+    last = rows[-1] if rows else {"step": 0, "tokens": 0, "loss": None}
+    so_far = {"steps": last["step"], "tokens": last["tokens"], "train_loss": last["loss"]}
+    with suppress(OSError):  # a full disk may be why
+        write_json(folder / "summary.json", {**facts, **so_far})
+
+
 def _release(folder: Path | None) -> None:
     if folder is not None:
         release_run_folder(folder)
@@ -66,6 +76,7 @@ def pretrain(plain: dict[str, Any]) -> None:
         SystemExit: 2 for the user's mistakes, 1 for a failed rank, 130 for an interrupt.
     """
     folder = environment = None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the ranks have handlers of their own
     try:
         environment = launched_environment()
         config = validate(read(TrainConfig, plain))
@@ -75,7 +86,9 @@ def pretrain(plain: dict[str, Any]) -> None:
         _check_world(config, environment)
         prepared, folder = _prepare(config, plain, is_first=environment is None or environment.rank == 0)
         if environment is None:
-            spawn_ranks(_run_rank, (config, prepared, folder, plain), world_size=config.world_size)
+            statuses = spawn_ranks(_run_rank, (config, prepared, folder, plain), world_size=config.world_size)
+            if "interrupted" in statuses:  # a signal went to a rank and not to this process
+                raise Interrupted("interrupted")
         elif _worker_module().run_rank(environment, config, prepared, folder, plain) == "interrupted":
             raise Interrupted("interrupted")
     except (ConfigError, DataError) as error:
@@ -85,15 +98,27 @@ def pretrain(plain: dict[str, Any]) -> None:
         if isinstance(error, ConfigError) and environment is not None and environment.rank > 0:
             raise SystemExit(CONFIG_ERROR_STATUS) from None  # rank 0 says the same
         fail(str(error), status=CONFIG_ERROR_STATUS)
+    except TrainingError as error:  # of this process's own rank
+        fail(str(error), status=1)
+    except OSError as error:
+        _release(folder)
+        fail(explain_file_error(error), status=CONFIG_ERROR_STATUS)
     except RankFailed as error:
         _release(folder)
+        if folder is not None and folder.exists():
+            _write_summary(folder, status="failed", message=str(error))
         if error.details:
             print(error.details, file=sys.stderr)
         fail(str(error), status=CONFIG_ERROR_STATUS if error.is_user_error else 1)
     except (Interrupted, KeyboardInterrupt):
-        if folder is not None and not (folder / "summary.json").exists():
-            write_json(folder / "summary.json", {"status": "interrupted"})
-        fail("interrupted" + ("" if folder is None else f"; the run folder is {folder}"), status=_INTERRUPTED_STATUS)
+        _release(folder)
+        begun = folder is not None and folder.exists()
+        if begun and not (folder / "summary.json").exists():
+            _write_summary(folder, status="interrupted")
+        fail("interrupted" + (f"; the run folder is {folder}" if begun else ""), status=INTERRUPTED_STATUS)
+    except BaseException:
+        _release(folder)
+        raise
 
 
 def _run_rank(environment: RankEnvironment, *args: Any) -> str:

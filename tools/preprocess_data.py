@@ -6,11 +6,12 @@ python tools/preprocess_data.py --input 'data/*.jsonl' --tokenizer t.model --out
 import argparse
 import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from megaasync.config.schema import HfData
 from megaasync.data import DataError
-from megaasync.data.corpus import HfCorpus, PythonStdlibCorpus
+from megaasync.data.corpus import Document, HfCorpus, PythonStdlibCorpus
 from megaasync.data.indexed_dataset import IndexedWriter
 from megaasync.data.tokenizer import Tokenizer
 from megaasync.distributed.environment import cpu_count
@@ -47,6 +48,16 @@ def preprocess(arguments: argparse.Namespace) -> str:
     output = Path(arguments.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = output.with_name(f".{output.name}.partial")
+    try:
+        return _write(arguments, tokenizer, documents, output, aside)
+    finally:
+        for suffix in (".bin", ".idx"):
+            aside.with_name(aside.name + suffix).unlink(missing_ok=True)
+
+
+def _write(
+    arguments: argparse.Namespace, tokenizer: Tokenizer, documents: Iterator[Document], output: Path, aside: Path
+) -> str:
     written = empty = tokens = 0
     with IndexedWriter(aside, vocab_size=tokenizer.vocab_size) as writer:
         while batch := list(itertools.islice(documents, _BATCH)):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from megaasync.config.schema import HfData
+from megaasync.config.validate import SMALLEST_TRAINED_VOCABULARY
 from megaasync.data import DataError
 from megaasync.data.corpus import HfCorpus, PythonStdlibCorpus
 from megaasync.data.tokenizer import Tokenizer, train_tokenizer
@@ -23,6 +24,8 @@ def main() -> int:
     parser.add_argument("--split", default="train", help="split of a hub dataset")
     parser.add_argument("--cache-dir", default=str(Path.home() / ".cache/megaasync"))
     arguments = parser.parse_args()
+    if arguments.vocab_size < SMALLEST_TRAINED_VOCABULARY:
+        parser.error(f"--vocab-size {arguments.vocab_size}: must be at least {SMALLEST_TRAINED_VOCABULARY}")
     data = HfData(
         name="hf",
         path=arguments.input,

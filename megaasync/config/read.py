@@ -1,8 +1,10 @@
 """A strict reader: a plain dict into frozen dataclasses. Unknown keys, missing keys and wrong types are errors."""
 
 import difflib
+import math
 import types
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -11,7 +13,10 @@ from megaasync.config.schema import ConfigError
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """`; did you mean X?`, or the empty string if nothing is near."""
-    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    choices = list(choices)
+    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    # a key without its group, as lr for optimizer.lr
+    near = near or [choice for choice in choices if choice.rpartition(".")[2] == word]
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -28,7 +33,7 @@ def _is_union(annotation: Any) -> bool:
 def _dataclass_by_name(options: list[type], value: Any, key: str) -> type:
     """Pick the dataclass whose `name` literal equals value['name']."""
     by_name = {get_args(get_type_hints(option)["name"])[0]: option for option in options}
-    if not isinstance(value, dict) or "name" not in value:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ConfigError(f"{key}: expected a group with a name, got {value!r}; choose {key}={listed(by_name)}")
     if value["name"] not in by_name:
         name = value["name"]
@@ -41,10 +46,15 @@ def _read_scalar(annotation: type, value: Any, key: str) -> Any:
         return float(value)
     if annotation is float and isinstance(value, str):
         # YAML 1.1 reads 1e-3 (no point) as a string; users mean the number.
-        try:
-            return float(value)
-        except ValueError:
-            pass
+        number = None
+        with suppress(ValueError):
+            number = float(value)
+        if number is not None:
+            return _read_scalar(float, number, key)
+    if annotation is int and type(value) is float and value.is_integer():
+        return int(value)  # 1e3 is a whole number
+    if annotation is float and type(value) is float and not math.isfinite(value):
+        raise ConfigError(f"{key}={value}: expected a finite number")
     if type(value) is annotation:
         return value
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

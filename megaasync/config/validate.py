@@ -1,6 +1,7 @@
 """Rules that one field alone cannot show, one short named function each; all run before anything is started."""
 
 from collections.abc import Callable
+from pathlib import PurePath
 
 from megaasync.config.schema import ConfigError, TrainConfig
 
@@ -33,6 +34,9 @@ def check_sizes(config: TrainConfig) -> None:
         _at_least(f"parallel.{name}", getattr(config.parallel, name), 1)
     if config.parallel.data != "auto":
         _at_least("parallel.data", config.parallel.data, 1)
+    for name in ("init_std", "norm_eps", "rope_theta"):
+        if getattr(model, name) <= 0:
+            raise ConfigError(f"model.{name}={getattr(model, name)}: must be above 0")
     _at_least("logging.interval", config.logging.interval, 1)
 
 
@@ -170,6 +174,12 @@ def check_data(config: TrainConfig) -> None:
                 f"data.num_tokens={data.num_tokens}: must be above model.seq_length={config.model.seq_length}"
             )
         _within("data.branching", data.branching, 1, config.model.vocab_size, open_end=False)
+    if (
+        data.name == "hf"
+        and data.split != "train"
+        and PurePath(data.path).suffix in (".txt", ".jsonl", ".json", ".parquet")
+    ):
+        raise ConfigError(f"data.split={data.split}: local files have only the split train; set data.split=train")
     if data.name in ("indexed", "hf") and not data.path:
         raise ConfigError(f"data.path is empty: data={data.name} needs to know what to read; set data.path=...")
 

@@ -17,6 +17,7 @@ from megaasync.data import DataError
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQQ")
 CODE_OF_DTYPE = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
+_PART, _PARTS_CHECKED = 1 << 20, 64  # tokens, parts: what check_ids reads of a large file
 DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
 
 
@@ -94,8 +95,14 @@ class IndexedDataset:
         if len(raw) < start + 12 * count + 8 * boundaries:
             raise DataError(f"{self._index_path}: cut short ({len(raw)} bytes); write it again")
         dtype = DTYPE_OF_CODE[code]
+        if dtype.kind not in "iu":
+            raise DataError(f"{self._index_path}: holds {dtype} numbers; tokens must be whole numbers")
         self.lengths = np.frombuffer(raw, "<i4", count, start)
         self._offsets = np.frombuffer(raw, "<i8", count, start + 4 * count)
+        ends = np.cumsum(self.lengths, dtype=np.int64) * dtype.itemsize
+        starts = ends - self.lengths.astype(np.int64) * dtype.itemsize
+        if (self.lengths < 0).any() or not np.array_equal(starts, self._offsets):
+            raise DataError(f"{self._index_path}: lengths and offsets contradict each other; write it again")
         expected = int(self.lengths.sum(dtype=np.int64)) * dtype.itemsize
         size = self._bin_path.stat().st_size
         if size != expected:
@@ -103,6 +110,22 @@ class IndexedDataset:
         if size == 0:
             raise DataError(f"{self._bin_path}: holds no tokens; give a file with text in it")
         self.tokens = np.memmap(self._bin_path, dtype=dtype, mode="r")
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Look at the tokens, or at evenly spread parts of a large file.
+
+        Raises:
+            DataError: an id lies outside the vocabulary.
+        """
+        starts = range(0, len(self.tokens), max(len(self.tokens) // _PARTS_CHECKED, _PART))
+        for start in starts:
+            part = self.tokens[start : start + _PART]
+            if part.min() < 0 or part.max() >= vocab_size:
+                worst = part.min() if part.min() < 0 else part.max()
+                raise DataError(
+                    f"model.vocab_size={vocab_size}: {self._bin_path} holds token id {worst}; set model.vocab_size="
+                    f"{part.max() + 1} or more, or use files of this tokenizer"
+                )
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -59,10 +59,11 @@ class TokenSequences:
         """
         length = self._seq_length
         rows = np.stack([self._tokens[i * length : i * length + length + 1] for i in indices]).astype(np.int64)
-        if rows.max() >= self._vocab_size:
+        if rows.min() < 0 or rows.max() >= self._vocab_size:
+            worst = rows.min() if rows.min() < 0 else rows.max()
             raise DataError(
-                f"model.vocab_size={self._vocab_size}: {self._name} holds token id {rows.max()}; set "
-                f"model.vocab_size={rows.max() + 1} or more"
+                f"model.vocab_size={self._vocab_size}: {self._name} holds token id {worst}; set a model.vocab_size "
+                "above every id, or use files of this tokenizer"
             )
         return rows
 

@@ -87,59 +87,103 @@ def _write_tokens(
     (folder / "counts.json").write_text(json.dumps(counts))
 
 
-def _tokenizer_for(
-    corpus: Corpus, cache: Path, fingerprint: str, *, vocab_size: int, fraction: float, say: Callable[[str], None]
-) -> Path:
-    """Path of a tokenizer trained on the corpus' training documents; trained if the cache has none."""
-    key = hashlib.sha256(f"{_FORMAT}/{fingerprint}/{vocab_size}/{fraction}".encode()).hexdigest()[:20]
-    path = cache / f"tokenizer-{key}.model"
-    if not path.exists():
-        say(f"data: training a tokenizer with {vocab_size} pieces")
-        texts = (d.text for d in corpus.documents() if not is_held_out(d.key, fraction=fraction))
-        aside = path.with_suffix(f".{os.getpid()}")
-        aside.write_bytes(train_tokenizer(texts, vocab_size=vocab_size))
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """The cache entries of one corpus: a tokenizer, if it is trained on it, and token files."""
+
+    folder: Path
+    corpus_fingerprint: str
+    tokenizer_path: str | None
+    vocab_size: int
+    fraction: float
+
+    def tokenizer(self) -> Path:
+        """Where the tokenizer is, or will be."""
+        if self.tokenizer_path is not None:
+            return Path(self.tokenizer_path)
+        key = f"{_FORMAT}/{self.corpus_fingerprint}/{self.vocab_size}/{self.fraction}"
+        return self.folder / f"tokenizer-{_short_hash(key)}.model"
+
+    def tokens(self, tokenizer: Tokenizer) -> Path:
+        """Where the token files are, or will be."""
+        key = f"{_FORMAT}/{self.corpus_fingerprint}/{tokenizer.fingerprint}/{self.fraction}"
+        return self.folder / f"tokens-{_short_hash(key)}"
+
+    def find(self) -> PreparedData | None:
+        """What is there whole; None if anything is missing or damaged, as after a full disk."""
+        if self.tokenizer_path is None and not self.tokenizer().exists():
+            return None
+        try:
+            tokenizer = Tokenizer(self.tokenizer())
+            folder = self.tokens(tokenizer)
+            IndexedDataset(folder / "train")
+            has_validation = json.loads((folder / "counts.json").read_text())["validation"] > 0
+            if has_validation:
+                IndexedDataset(folder / "validation")
+        except (DataError, OSError, ValueError):
+            if self.tokenizer_path is not None:
+                Tokenizer(self.tokenizer())  # the user's own file: let its error be seen
+            return None
+        validation = str(folder / "validation") if has_validation else None
+        return PreparedData(str(folder / "train"), validation, str(self.tokenizer()))
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def _build(corpus: Corpus, cache: _Cache, *, say: Callable[[str], None]) -> None:
+    """Make what is missing of a cache entry, under the lock."""
+    for left in (*cache.folder.glob("tokens-*.*"), *cache.folder.glob("tokenizer-*.part")):
+        # whoever made these is gone: we hold the lock
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    path = cache.tokenizer()
+    if cache.tokenizer_path is None and not _is_tokenizer(path):
+        say(f"data: training a tokenizer with {cache.vocab_size} pieces")
+        texts = (d.text for d in corpus.documents() if not is_held_out(d.key, fraction=cache.fraction))
+        aside = path.with_suffix(".part")
+        aside.write_bytes(train_tokenizer(texts, vocab_size=cache.vocab_size))
         aside.rename(path)
-    return path
+    tokenizer = Tokenizer(path)
+    folder = cache.tokens(tokenizer)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside = folder.with_name(folder.name + ".part")
+    aside.mkdir()
+    try:
+        _write_tokens(corpus, tokenizer, aside, fraction=cache.fraction, say=say)
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
-def _prepare_corpus(
-    corpus: Corpus,
-    *,
-    cache_dir: str,
-    tokenizer_path: str | None,
-    vocab_size: int,
-    fraction: float,
-    say: Callable[[str], None],
-) -> PreparedData:
-    cache = Path(cache_dir).expanduser()
-    _make_folder(cache, "data.cache_dir")
-    fingerprint = corpus.fingerprint()
-    with _locked(cache / "lock"):
-        path = (
-            Path(tokenizer_path)
-            if tokenizer_path
-            else _tokenizer_for(corpus, cache, fingerprint, vocab_size=vocab_size, fraction=fraction, say=say)
-        )
-        tokenizer = Tokenizer(path)
-        if tokenizer.vocab_size > vocab_size:
+def _is_tokenizer(path: Path) -> bool:
+    try:
+        Tokenizer(path)
+    except DataError:
+        return False
+    return True
+
+
+def _prepare_corpus(corpus: Corpus, cache: _Cache, *, say: Callable[[str], None]) -> PreparedData:
+    if cache.tokenizer_path is not None:
+        pieces = Tokenizer(cache.tokenizer_path).vocab_size
+        if pieces > cache.vocab_size:
             raise DataError(
-                f"model.vocab_size={vocab_size}: the tokenizer {path} has {tokenizer.vocab_size} pieces; set "
-                f"model.vocab_size={tokenizer.vocab_size} or more"
+                f"model.vocab_size={cache.vocab_size}: the tokenizer {cache.tokenizer_path} has {pieces} pieces; set "
+                f"model.vocab_size={pieces} or more"
             )
-        key = hashlib.sha256(f"{_FORMAT}/{fingerprint}/{tokenizer.fingerprint}/{fraction}".encode()).hexdigest()[:20]
-        folder = cache / f"tokens-{key}"
-        if not folder.exists():
-            aside = cache / f"tokens-{key}.{os.getpid()}"
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
-            try:
-                _write_tokens(corpus, tokenizer, aside, fraction=fraction, say=say)
-                aside.rename(folder)
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
-    has_validation = (folder / "validation.bin").stat().st_size > 0
-    validation = str(folder / "validation") if has_validation else None
-    return PreparedData(str(folder / "train"), validation, str(path))
+    prepared = cache.find()  # needs no writing, so a cache may be read-only
+    if prepared is not None:
+        return prepared
+    _make_folder(cache.folder, "data.cache_dir")
+    with _locked(cache.folder / "lock"):
+        prepared = cache.find()
+        if prepared is None:
+            _build(corpus, cache, say=say)
+            prepared = cache.find()
+    if prepared is None:
+        raise DataError(f"data.cache_dir={cache.folder}: what was just written cannot be read back; is the disk full?")
+    return prepared
 
 
 def prepare_data(
@@ -163,18 +207,18 @@ def prepare_data(
             return PreparedData(None, None, None)
         case IndexedData():
             for prefix in filter(None, (data.path, data.validation_path)):
-                IndexedDataset(prefix)
+                IndexedDataset(prefix).check_ids(vocab_size)
             return PreparedData(data.path, data.validation_path, None)
         case PythonStdlibData():
             corpus: Corpus = PythonStdlibCorpus()
             tokenizer_path = None
         case HfData():
             corpus, tokenizer_path = HfCorpus(data), data.tokenizer
-    return _prepare_corpus(
-        corpus,
-        cache_dir=data.cache_dir,
+    cache = _Cache(
+        folder=Path(data.cache_dir).expanduser(),
+        corpus_fingerprint=corpus.fingerprint(),
         tokenizer_path=tokenizer_path,
         vocab_size=vocab_size,
         fraction=data.validation_fraction,
-        say=say,
     )
+    return _prepare_corpus(corpus, cache, say=say)

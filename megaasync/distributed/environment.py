@@ -23,6 +23,14 @@ class RankEnvironment:
     init_method: str
 
 
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(
+            f"{name}={text}: this environment variable must be a whole number; start with torchrun, or bare"
+        )
+    return int(text)
+
+
 def launched_environment() -> RankEnvironment | None:
     """The place that torchrun or srun gave this process, or None if it was started bare.
 
@@ -36,8 +44,9 @@ def launched_environment() -> RankEnvironment | None:
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
     else:
         return None
-    rank, world_size = int(env[names[0]]), int(env[names[1]])
-    local_rank, local_world = int(env.get(names[2], rank)), int(env.get(names[3], world_size))
+    rank, world_size = _number(names[0], env[names[0]]), _number(names[1], env[names[1]])
+    local_rank = _number(names[2], env.get(names[2], str(rank)))
+    local_world = _number(names[3], env.get(names[3], str(world_size)))
     if world_size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
         raise ConfigError(
             f"WORLD_SIZE={world_size}: MASTER_ADDR and MASTER_PORT are not set; start with torchrun, or bare"

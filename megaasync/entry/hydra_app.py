@@ -6,6 +6,7 @@ Behind this file nobody knows that Hydra exists: the task gets a plain dict.
 import os
 import re
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megaasync.config import ConfigError, TrainConfig, did_you_mean, dotted_keys, listed
 
 CONFIG_ERROR_STATUS = 2
+INTERRUPTED_STATUS = 130
 
 
 def config_folder() -> Path:
@@ -60,6 +62,12 @@ def explain(error: BaseException) -> str:
             f"{override}: cannot be read as key=value; give key=value, and quote values with special signs, as in "
             f"""'{key or "key"}="{value or "value"}"'"""
         )
+    if "Ambiguous value for argument" in text and (match := re.search(r"argument '([^'\n]*)'", text)):
+        return f"{match.group(1)}: several values make a sweep; add -m, or quote one value that holds a comma"
+    if "Config group override must be" in text:
+        empty = [a.partition("=")[0] for a in sys.argv[1:] if a.endswith("=null")]
+        group = next((name for name in empty if name in _groups()), "group")
+        return f"{group}=null: a choice is needed; choose {listed(_groups().get(group, ['one']))}"
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     return f"config: {first}; python -m megaasync.pretrain --help shows groups and keys"
 
@@ -92,13 +100,27 @@ def _sweep_number() -> int | None:
 def run_app(task: Callable[[dict[str, Any]], None]) -> None:
     """Compose the config from the command line and call `task(config)` with a plain dict, once per sweep job.
 
-    In a sweep with `run.dir` set, job n gets the folder run.dir/n.
+    In a sweep with `run.dir` set, job n gets the folder run.dir/n. A run that fails does not cost the others: the
+    sweep goes on, and its end says which ones failed.
 
     Raises:
         SystemExit: status 2 for a wrong config, or what the task decides.
     """
+    failed: list[tuple[str, int]] = []
 
     def job(config: DictConfig) -> None:
+        if HydraConfig.get().mode != RunMode.MULTIRUN:
+            run_one(config)
+            return
+        try:
+            run_one(config)
+        except SystemExit as end:
+            if end.code not in (1, CONFIG_ERROR_STATUS):
+                raise
+            number = HydraConfig.get().job.num
+            failed.append((f"{number} ({' '.join(HydraConfig.get().overrides.task)})", end.code))
+
+    def run_one(config: DictConfig) -> None:
         try:
             plain = _plain(config)
             number = _sweep_number()
@@ -113,12 +135,20 @@ def run_app(task: Callable[[dict[str, Any]], None]) -> None:
             traceback.print_exc()
             raise SystemExit(1) from None
 
+    is_sweep = any(argument in ("-m", "--multirun") for argument in sys.argv)
     # Without this Hydra prints its own message and a stack trace hint; with it we get the exception.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     app = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="pretrain")(job)
     try:
-        app()
+        with tempfile.TemporaryDirectory() as scratch:
+            if is_sweep:  # Hydra writes its own record of a sweep; every run has its config.yaml
+                sys.argv.append(f"hydra.sweep.dir={scratch}")
+            app()
+    except KeyboardInterrupt:
+        fail("interrupted", status=INTERRUPTED_STATUS)
     except Exception as error:
         if "debug=true" in sys.argv:
             traceback.print_exc()
         fail(explain(error), status=CONFIG_ERROR_STATUS)
+    if failed:
+        fail("these runs of the sweep failed: " + ", ".join(name for name, _ in failed), status=failed[0][1])

@@ -56,7 +56,7 @@ def release_run_folder(folder: Path) -> None:
     """Take the claim back if the run never began, so that the corrected command may use the same folder."""
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size == 0:
-        for name in ("metrics.jsonl", "config.yaml"):
-            (folder / name).unlink(missing_ok=True)
+        for path in (metrics, folder / "config.yaml", *folder.glob(".config.yaml.*")):
+            path.unlink(missing_ok=True)
         if not any(folder.iterdir()):
             folder.rmdir()

@@ -9,8 +9,9 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import forkserver, get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ _GRACE_SECONDS = 8.0  # from an interrupt to the ranks' end by force
 _LINGER_SECONDS = 2.0  # from one rank's failure to the others' end by force
 _PRELOAD = "megaasync.train.worker"
 _PR_SET_PDEATHSIG = 1
+_STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+
+
+def explain_file_error(error: OSError) -> str:
+    """One line about a file that could not be read or written."""
+    return f"{error.filename or 'a file'}: {error.strerror or error}; make room or choose another folder (run.dir)"
 
 
 class RankFailed(RuntimeError):
@@ -73,19 +80,40 @@ def _rank_main(
     connection: Connection, target: Callable[..., Any], environment: RankEnvironment, args: tuple[Any, ...]
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher alone decides what an interrupt means
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)  # the fork server blocks them
     _die_with_the_launcher()
     try:
         ended = _Ended(value=target(environment, *args))
     except BaseException as error:
         is_user_error = isinstance(error, ConfigError | DataError | ScheduleError)
-        own = is_user_error or isinstance(error, TrainingError)  # their message is enough
+        is_file = isinstance(error, OSError) and not isinstance(error, ConnectionError)
+        own = is_user_error or is_file or isinstance(error, TrainingError)  # their message is enough
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         message = str(error) if own else f"{type(error).__name__}: {error}{notes}"
+        message = explain_file_error(error) if is_file else message
         ended = _Ended(error=message, is_user_error=is_user_error, details="" if own else traceback.format_exc())
     connection.send(ended)
     connection.close()
     if ended.error is not None:
         os._exit(1)  # the group may hang in its own clean-up when a peer is gone
+
+
+def _start_fork_server() -> ForkServerContext:
+    """The fork server, deaf to signals that stop a run: it must outlive the ranks, which end in good order.
+
+    The mask is inherited by the server at its start. The resource tracker is started first because its start unblocks
+    signals.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload([_PRELOAD])
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    return context
 
 
 def spawn_ranks(target: Callable[..., Any], args: tuple[Any, ...], *, world_size: int) -> list[Any]:
@@ -103,17 +131,21 @@ def spawn_ranks(target: Callable[..., Any], args: tuple[Any, ...], *, world_size
         RankFailed: a rank failed; the others were ended.
         Interrupted: SIGINT or SIGTERM came, and the ranks ended of themselves or were ended.
     """
-    context = get_context("forkserver")
-    context.set_forkserver_preload([_PRELOAD])
     interrupts: list[float] = []
+    all_started = False
 
     def on_interrupt(*_: object) -> None:
         interrupts.append(time.monotonic())
+        if not all_started:
+            raise Interrupted("interrupted")
 
     with tempfile.TemporaryDirectory(prefix="megaasync-") as meeting:
         processes, connections = [], []
-        previous = {s: signal.signal(s, on_interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        # whoever ignores a signal, as nohup does, goes on ignoring it
+        heeded = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, on_interrupt) for number in heeded}
         try:
+            context = _start_fork_server()
             for rank in range(world_size):
                 receiving, sending = context.Pipe(duplex=False)
                 environment = RankEnvironment(rank, world_size, rank, world_size, f"file://{Path(meeting) / 'store'}")
@@ -122,6 +154,7 @@ def spawn_ranks(target: Callable[..., Any], args: tuple[Any, ...], *, world_size
                 sending.close()
                 processes.append(process)
                 connections.append(receiving)
+            all_started = True
             return _wait_for(processes, connections, interrupts)
         finally:
             for process in processes:

@@ -49,11 +49,14 @@ def render_curves(curves: Sequence[Curve], *, title: str, x_label: str, y_label:
         f'font-size="11" role="img"><title>{escape(title)}</title>'
         f'<text x="{_LEFT}" y="14" font-size="14">{escape(title)}</text>'
     ]
-    for y in _ticks(y_low, y_high):
+    ticks = _ticks(y_low, y_high)
+    # as many digits as it takes to tell the ticks apart
+    digits = next((n for n in range(3, 9) if len({f"{y:.{n}g}" for y in ticks}) == len(ticks)), 9)
+    for y in ticks:
         _, down = at(x_low, y)
         parts.append(
             f'<line x1="{_LEFT}" x2="{_WIDTH - 14}" y1="{down:.1f}" y2="{down:.1f}" stroke="#ddd"/>'
-            f'<text x="{_LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{y:.4g}</text>'
+            f'<text x="{_LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{y:.{digits}g}</text>'
         )
     for x in _ticks(x_low, x_high):
         across, _ = at(x, y_low)

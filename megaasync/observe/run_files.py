@@ -35,11 +35,19 @@ class MetricsFile:
     """Appends rows to metrics.jsonl; every row is complete on disk when `write` returns."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - lives as long as the run
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one JSON object as a line."""
-        self._file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
+        """Append one JSON object as a line.
+
+        Raises:
+            OSError: names the file.
+        """
+        try:
+            self._file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def close(self) -> None:
         """Close the file."""

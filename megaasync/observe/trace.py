@@ -60,11 +60,24 @@ class Timeline:
 
         None if the run was too short, or nothing was recorded.
         """
+        window = self._window(num_steps)
+        if window is None:
+            return None
+        return bubble_of(self.spans, num_ranks=self.num_ranks, first_step=window[0], last_step=window[1])
+
+    def edges(self, *, num_steps: int) -> tuple[float | None, float | None]:
+        """Seconds before and after the bubble's window: the pipeline fills and drains there."""
+        window = self._window(num_steps)
+        if window is None:
+            return None, None
+        start, end = self.part(first_step=window[0], last_step=window[1])
+        return start - min(span.start for span in self.spans), max(span.end for span in self.spans) - end
+
+    def _window(self, num_steps: int) -> tuple[int, int] | None:
+        """First and last step (from 0) that the bubble is taken over."""
         steps = self._whole_steps()
         first, last = max(1, min(steps, default=1)), num_steps - 2
-        if last < first or first not in steps or last not in steps:
-            return None
-        return bubble_of(self.spans, num_ranks=self.num_ranks, first_step=first, last_step=last)
+        return (first, last) if last >= first and {first, last} <= steps else None
 
     def _whole_steps(self) -> set[int]:
         """Steps of which every rank still has all forwards: a bounded recorder forgets its oldest actions."""
@@ -78,8 +91,9 @@ class Timeline:
     def part(self, *, first_step: int, last_step: int) -> tuple[float, float]:
         """The interval from the first F of one step to the last action of another."""
         chosen = [span for span in self.spans if first_step <= span.action.step <= last_step]
-        start = min((span.start for span in chosen if span.action.op is Op.F), default=0.0)
-        return start, max((span.end for span in chosen), default=start)
+        forwards = (span.start for span in chosen if span.action.op is Op.F and span.action.step == first_step)
+        start = min(forwards, default=0.0)
+        return start, max((span.end for span in chosen if span.action.step == last_step), default=start)
 
 
 def merge(parts: list[tuple[list[Span], list[tuple[float, float]]]]) -> Timeline:

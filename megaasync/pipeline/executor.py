@@ -16,6 +16,8 @@ from megaasync.pipeline import TrainingError
 from megaasync.pipeline.stage import PipelineStage
 from megaasync.schedules import Action, Op, PipelineSchedule, unroll
 
+_EVALUATION_SLICE = 32  # microbatches between two looks at whether to stop
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -168,15 +170,27 @@ class Executor:
     def evaluate(self, source: MicrobatchSource, *, num_microbatches: int, version: int) -> Evaluation:
         """Mean loss over a source's microbatches, forward only, with an empty pipeline; the same on every rank.
 
+        A stop that some rank asks for is heeded between slices of microbatches; the loss is then None.
+
         Args:
             source: addressed as (0, microbatch).
             num_microbatches: how many.
             version: weight version to use on every stage.
         """
-        for receiver in self._receive_x.values():
-            receiver.expect(num_microbatches)
         total = torch.zeros(3, dtype=torch.float64, device=self._spec.device)
-        for number in range(num_microbatches):
+        for first in range(0, num_microbatches, _EVALUATION_SLICE):
+            numbers = range(first, min(first + _EVALUATION_SLICE, num_microbatches))
+            total += self._evaluate_slice(source, numbers, version=version)
+            if total[2] > 0:
+                return Evaluation(None, True)
+        return Evaluation((total[0] / total[1].clamp_min(1)).item(), False)
+
+    def _evaluate_slice(self, source: MicrobatchSource, numbers: range, *, version: int) -> Tensor:
+        """[3] float64 over all ranks: loss sum, valid tokens, ranks that asked to stop."""
+        for receiver in self._receive_x.values():
+            receiver.expect(len(numbers))
+        total = torch.zeros(3, dtype=torch.float64, device=self._spec.device)
+        for number in numbers:
             for stage in self._stages.values():
                 microbatch = source.get(0, number) if stage.is_first or stage.is_last else None
                 x = None if stage.is_first else self._receive_x[stage.index].take()
@@ -190,8 +204,16 @@ class Executor:
         total[2] = float(self._stop_requested)
         if self._norm_group is not None:
             dist.all_reduce(total, group=self._norm_group)
-        loss, tokens, stops = total.tolist()
-        return Evaluation(loss / max(tokens, 1), stops > 0)
+        return total
+
+    def has_finite_masters(self) -> bool:
+        """Whether the master weights of all stages on all ranks are finite; the same answer on every rank."""
+        broken = torch.zeros(1, device=self._spec.device)
+        for stage in self._stages.values():
+            broken += (~stage.optimizer.master.isfinite()).any()
+        if self._norm_group is not None:
+            dist.all_reduce(broken, group=self._norm_group)
+        return broken.item() == 0
 
     def _expect(self, num_messages: int) -> None:
         for receiver in (*self._receive_x.values(), *self._receive_grad.values()):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from megaasync.config.schema import SyntheticData, TrainConfig
+from megaasync.config.schema import IndexedData, SyntheticData, TrainConfig
 from megaasync.data.indexed_dataset import IndexedDataset
 from megaasync.data.microbatches import TokenSequences, TrainingMicrobatches, ValidationMicrobatches
 from megaasync.data.prepare import PreparedData
@@ -54,7 +54,8 @@ def _load_tokens(config: TrainConfig, prepared: PreparedData) -> _Tokens:
     if prepared.validation is None:
         return _Tokens(cut(train, prepared.train), None)
     validation = IndexedDataset(prepared.validation).tokens
-    too_short = len(validation) <= config.model.seq_length
+    is_split = not isinstance(config.data, IndexedData)  # a path given by the user is held to what it says
+    too_short = is_split and len(validation) <= config.model.seq_length
     return _Tokens(cut(train, prepared.train), None if too_short else cut(validation, prepared.validation))
 
 

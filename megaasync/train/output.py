@@ -1,6 +1,7 @@
 """Rank 0's outputs: metrics.jsonl, the tracker, the progress line, and at the end summary, trace and report."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -35,24 +36,31 @@ class RunOutput:
     def __enter__(self) -> "RunOutput":
         return self
 
-    def begin(self) -> None:
+    def begin(self, *, has_validation: bool) -> None:
         """Training is about to begin: everything that a wrong config or file can stop has been passed."""
         write_json(self._folder / "plan.json", self._plan)
         self._metrics.write({"kind": "start", "step": 0, "checkpoint": None, "layout": self._plan["layout"]})
         self._progress.__enter__()
         self._progress.say(render_plan(self._plan))
+        if not has_validation:
+            self._progress.say(
+                "no validation: the held-out data has fewer than model.seq_length + 1 tokens; more data or a larger "
+                "data.validation_fraction gives some"
+            )
         self._has_begun = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._has_begun:
             self._progress.__exit__()
-        self._metrics.close()
+        with suppress(OSError):  # a full disk has been told of by the row that did not fit
+            self._metrics.close()
         if self._tracker is not None:
             self._tracker.close()
             if self._tracker.problem:
                 print(f"wandb: {self._tracker.problem}; metrics.jsonl has every row", flush=True)
         if error is not None and self._has_begun:
-            write_json(self._folder / "summary.json", {"status": "failed", "message": str(error)})
+            with suppress(OSError):  # the error may be that nothing can be written
+                write_json(self._folder / "summary.json", {"status": "failed", "message": str(error)})
 
     def on_row(self, row: dict[str, Any]) -> None:
         """Write, track and show one row."""
@@ -77,6 +85,7 @@ class RunOutput:
 
     def _summary(self, outcome: TrainOutcome) -> dict[str, Any]:
         bubble = outcome.timeline.bubble(num_steps=outcome.steps)
+        edges = outcome.timeline.edges(num_steps=outcome.steps)
         return {
             "status": outcome.status,
             "steps": outcome.steps,
@@ -88,6 +97,8 @@ class RunOutput:
             "correction": self._config.correction.name,
             "bubble_planned": self._plan["bubble"],
             "bubble_measured": bubble,
+            "fill_seconds": edges[0],
+            "drain_seconds": edges[1],
             "peak_memory_bytes": outcome.peak_memory_bytes,
             "wall_seconds": perf_counter() - self._began,
         }
@@ -124,7 +135,7 @@ class RunOutput:
             "seed": config.train.seed,
         }
         return render_page(
-            title=f"megaasync run {self._folder.name}",
+            title=f"megaasync run {self._folder.name}: {summary['status']}",
             sections=[
                 (
                     "Result and setting",

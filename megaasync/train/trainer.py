@@ -14,6 +14,7 @@ from megaasync.config.schema import TrainConfig
 from megaasync.data.microbatches import ValidationMicrobatches
 from megaasync.observe.trace import Recorder, Timeline, merge
 from megaasync.optim.lr_schedule import lr_multiplier
+from megaasync.pipeline import TrainingError
 from megaasync.pipeline.executor import Evaluation, Executor, StepResult
 from megaasync.schedules import PipelineSchedule
 
@@ -77,6 +78,11 @@ class Trainer:
         self._evaluating = 0.0
         self._began = perf_counter()
 
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self._validation is not None
+
     def request_stop(self) -> None:
         """End after the step that all ranks agree on."""
         self.executor.request_stop()
@@ -95,7 +101,21 @@ class Trainer:
                 return self._outcome("interrupted", done, None)
         for _ in self.executor.run(done, done, settle=True):
             pass
-        return self._outcome("completed", done, self._evaluate(done).loss)
+        evaluation = self._evaluate(done)
+        self._check_final(evaluation.loss)
+        return self._outcome("completed", done, evaluation.loss)
+
+    def _check_final(self, val_loss: float | None) -> None:
+        """The last updates are made after the last global norm was looked at, so the weights are looked at too.
+
+        Raises:
+            TrainingError: on every rank.
+        """
+        if not self.executor.has_finite_masters() or not (val_loss is None or math.isfinite(val_loss)):
+            raise TrainingError(
+                f"the last updates made weights that are not usable (validation loss {val_loss}); try a lower "
+                "optimizer.lr or a longer train.warmup_steps"
+            )
 
     def _segment_ends(self) -> Iterator[int]:
         """Steps after which the pipeline is emptied: before every evaluation, and at the end."""
@@ -145,11 +165,12 @@ class Trainer:
                 stage.versions.flat(version + 1).copy_(stage.optimizer.master)
             of_z = self._loss_of(version + 1)
         row["loss"] = of_z.loss
-        if self._config.correction.name == "error_feedback":
+        if self._config.correction.name == "error_feedback" and not of_z.stop:
             row["loss_x"] = self._loss_of(version).loss
         self._recorder.add_pause(start)
         self._evaluating += perf_counter() - start
-        self._emit(row)
+        if row["loss"] is not None:
+            self._emit(row)
         return of_z
 
     def _loss_of(self, version: int) -> Evaluation:

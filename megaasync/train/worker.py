@@ -50,7 +50,7 @@ def run_rank(
         trainer = build_trainer(config, environment=environment, prepared=prepared, device=device, observer=output)
         _stop_on_signals(trainer)
         if output is not None:
-            output.begin()
+            output.begin(has_validation=trainer.has_validation)
         outcome = trainer.train()
         if output is not None:
             output.finish(outcome)

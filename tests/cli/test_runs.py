@@ -59,7 +59,7 @@ def test_the_run_folder_is_as_promised(traced):
     assert result["peak_memory_bytes"] > 50e6
     assert set(result) == {
         "status", "steps", "tokens", "train_loss", "val_loss", "tokens_per_second", "schedule", "correction",
-        "bubble_planned", "bubble_measured", "peak_memory_bytes", "wall_seconds",
+        "bubble_planned", "bubble_measured", "fill_seconds", "drain_seconds", "peak_memory_bytes", "wall_seconds",
     }  # fmt: skip
 
 
@@ -242,23 +242,61 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
     return [int(pid) for pid, args in rows if int(pid) != process.pid and "forkserver" in args]
 
 
-@pytest.mark.parametrize("to_group", [False, True], ids=["to the launcher", "to all, as a terminal does"])
-def test_interrupt_ends_all_ranks_with_the_folder_whole(tmp_path, long_run, to_group):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+@pytest.mark.parametrize("to", ["launcher", "group", "rank"])
+def test_a_signal_ends_all_ranks_with_the_folder_whole(tmp_path, long_run, number, to):
+    """To the launcher; to all, as a terminal, `timeout` or scancel do; to one rank (which heeds SIGTERM only)."""
+    if to == "rank" and number is not signal.SIGTERM:
+        return
     process = long_run
     wait_for_step(tmp_path / "run", 5, process)
     start = time.monotonic()
-    (os.killpg if to_group else os.kill)(process.pid, signal.SIGINT)
+    if to == "rank":
+        os.kill(ranks_of(process)[-1], number)
+    else:
+        (os.killpg if to == "group" else os.kill)(process.pid, number)
     _, err = process.communicate(timeout=30)
     assert time.monotonic() - start < 10
-    assert process.returncode == 130
-    assert "Traceback" not in err
-    assert "interrupted" in err.strip().splitlines()[-1]
+    assert process.returncode == 130, err
+    assert err.strip().splitlines() == [f"error: interrupted; the run folder is {tmp_path / 'run'}"]
     result = summary(tmp_path / "run")
     rows = metrics(tmp_path / "run")
     assert result["status"] == "interrupted"
     assert result["steps"] == rows[-1]["step"] == len(rows)
     assert (tmp_path / "run" / "report.html").exists()
     assert ranks_of(process) == []
+
+
+@pytest.mark.parametrize("delay", [0.7, 1.5, 3.0])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_signal_during_start_up_leaves_nothing(tmp_path, long_run, delay, number):
+    process = long_run
+    time.sleep(delay)
+    os.killpg(process.pid, number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert err.strip().splitlines()[-1].startswith("error: interrupted")
+    assert "Traceback" not in err
+    left = {path.name for path in (tmp_path / "run").glob("*")} if (tmp_path / "run").exists() else set()
+    assert not left or "summary.json" in left
+    assert ranks_of(process) == []
+
+
+def test_a_signal_during_a_long_evaluation_is_heeded(tmp_path):
+    process = start_long_run(tmp_path, "train.eval_interval=3", "train.eval_sequences=null", "data.num_tokens=8000000")
+    try:
+        wait_for_step(tmp_path / "run", 3, process)
+        time.sleep(1)
+        start = time.monotonic()
+        os.kill(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert time.monotonic() - start < 8, "it was ended by force"
+        assert process.returncode == 130, err
+        assert summary(tmp_path / "run")["steps"] == 3
+        assert metrics(tmp_path / "run", "val") == []
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_killed_rank_ends_the_run(tmp_path, long_run):
@@ -271,7 +309,9 @@ def test_a_killed_rank_ends_the_run(tmp_path, long_run):
     _, err = process.communicate(timeout=90)
     assert time.monotonic() - start < 60
     assert process.returncode == 1
-    assert "died without a word (exit code -9)" in err.strip().splitlines()[-1]
+    assert err.strip().splitlines() == ["error: rank 1 died without a word (exit code -9)"]
+    result = summary(tmp_path / "run")
+    assert (result["status"], result["steps"]) == ("failed", len(metrics(tmp_path / "run")))
     assert ranks_of(process) == []
 
 
@@ -303,6 +343,48 @@ def test_numbers_that_are_not_finite_end_the_run(tmp_path):
     rows = metrics(tmp_path / "run")
     assert len(rows) < 50
     assert isinstance(rows[-1]["loss"], str) or isinstance(rows[-1]["grad_norm"], str)
+
+
+def test_weights_ruined_by_the_last_updates_are_no_success(tmp_path):
+    """Under 2bw the ruin of step 1 would show in the loss of step 3; a run of two steps must notice all the same."""
+    arguments = [*TINY, "parallel.pipeline=2", "optimizer=sgd", "optimizer.lr=1e30", "train.steps=2", "run.dir=run"]
+    ran = pretrain(*arguments, cwd=tmp_path)
+    assert ran.status == 1
+    assert "not usable" in ran.message and "optimizer.lr" in ran.message
+    assert summary(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_diverged_run_of_a_launched_rank_is_a_failure_too(tmp_path):
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    arguments = [*TINY, "optimizer=sgd", "optimizer.lr=1e30", "train.steps=20", "run.dir=run"]
+    ran = pretrain(*arguments, cwd=tmp_path, **place)
+    assert ran.status == 1
+    assert "not both finite" in ran.message and "Traceback" not in ran.err
+    assert summary(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_bad_member_of_a_sweep_does_not_cost_the_others(tmp_path):
+    ran = pretrain("-m", *TINY, "train.steps=1,-1,2", "run.dir=sweep", cwd=tmp_path)
+    assert ran.status == 2
+    assert "train.steps=-1: must be at least 1" in ran.err
+    assert ran.message.startswith("error: these runs of the sweep failed: 1 (") and "train.steps=-1" in ran.message
+    done = {path.name: summary(path)["steps"] for path in (tmp_path / "sweep").iterdir()}
+    assert done == {"0": 1, "2": 2}
+    assert [path.name for path in tmp_path.iterdir() if path.name not in "ab"] == ["sweep"]
+
+
+def test_a_full_disk_is_one_message(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", disk]).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        ran = pretrain(*TINY, "train.steps=2000", f"run.dir={disk}/run", cwd=tmp_path)
+        assert ran.status == 1, ran.err
+        assert "No space left on device" in ran.message and str(disk) in ran.message
+        assert "Traceback" not in ran.err
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_torchrun_gives_the_numbers_of_a_bare_start(tmp_path):

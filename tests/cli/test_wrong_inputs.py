@@ -35,6 +35,13 @@ CONFIG_ERRORS = [
     (["train.steps=[1"], ["train.steps=[1", "quote"]),
     (["run.dir=a=b"], ["run.dir=a=b", "quote", "'run.dir=\"a=b\"'"]),
     (["just-words"], ["just-words", "key=value"]),
+    (["optimizer.lr=nan"], ["optimizer.lr=nan", "finite number"]),
+    (["model.norm_eps=-1"], ["model.norm_eps=-1", "above 0"]),
+    (["lr=0.1"], ["lr", "did you mean optimizer.lr"]),
+    (["optimizer=null"], ["optimizer=null", "adamw, muon or sgd"]),
+    (["schedule=1f1b,2bw"], ["schedule", "add -m"]),
+    (["optimizer.name=[1]"], ["optimizer", "choose"]),
+    (["data=hf", "data.path=x.jsonl", "data.split=foo"], ["data.split=foo", "set data.split=train"]),
     (["train.clip_grad_norm=0"], ["train.clip_grad_norm=0", "null"]),
 ]
 
@@ -145,6 +152,11 @@ def test_a_layout_that_is_not_the_launched_ranks(tmp_path):
     place = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     ran = pretrain("parallel.pipeline=2", cwd=tmp_path, **place)
     check(ran, ["parallel.pipeline=2", "= 2 ranks", "WORLD_SIZE=3"])
+
+
+def test_launch_variables_that_are_no_numbers(tmp_path):
+    check(pretrain("train.steps=1", cwd=tmp_path, RANK="x", WORLD_SIZE="2"), ["RANK=x", "whole number"])
+    check(pretrain("parallel.pipeline=2", cwd=tmp_path, RANK="0", WORLD_SIZE="2"), ["WORLD_SIZE=2", "MASTER_ADDR"])
 
 
 def test_values_with_equal_signs_and_other_letters_work_quoted(tmp_path):

@@ -106,6 +106,29 @@ def test_damaged_files_are_named(tmp_path, damage, message):
     assert str(tmp_path) in str(caught.value)
 
 
+def raw_pair(folder, code, dtype, tokens, lengths, offsets):
+    (folder / "r.bin").write_bytes(np.array(tokens, dtype=dtype).tobytes())
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
+    index += np.array(lengths, "<i4").tobytes() + np.array(offsets, "<i8").tobytes()
+    (folder / "r.idx").write_bytes(index + np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+    return IndexedData("indexed", str(folder / "r"), None)
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ((4, "<i4", [1, -3, 2], [3], [0]), "holds token id -3"),
+        ((8, "<u2", [1, 60, 2], [3], [0]), r"model.vocab_size=50: .* holds token id 60; set model.vocab_size=61"),
+        ((7, "<f4", [1.0, 2.0], [2], [0]), "holds float32 numbers"),
+        ((8, "<u2", [1, 2, 3], [-1, 4], [0, 2]), "contradict each other"),
+        ((8, "<u2", [1, 2, 3], [1, 2], [0, 4]), "contradict each other"),
+    ],
+)
+def test_bad_token_files_are_found_before_training(tmp_path, pair, message):
+    with pytest.raises(DataError, match=message):
+        prepare_data(raw_pair(tmp_path, *pair), vocab_size=50)
+
+
 def test_an_empty_file_is_named(tmp_path):
     write(tmp_path / "d", [])
     with pytest.raises(DataError, match="holds no tokens"):
@@ -326,6 +349,36 @@ def test_local_files_through_datasets(tmp_path, suffix):
         back += [tokenizer.decode(dataset[i].tolist()[:-1]) for i in range(len(dataset))]
         assert all(dataset[i][-1] == tokenizer.eos_id for i in range(len(dataset)))
     assert sorted(back) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda cache: next(cache.glob("tokens-*/train.bin")).write_bytes(b"12"),
+        lambda cache: next(cache.glob("tokens-*/validation.bin")).unlink(),
+        lambda cache: next(cache.glob("tokens-*/counts.json")).write_text("{"),
+        lambda cache: next(cache.glob("tokenizer-*.model")).write_bytes(b""),
+    ],
+)
+def test_a_damaged_cache_is_built_again(tmp_path, damage):
+    path = write_rows(tmp_path / "d.jsonl", [{"text": t} for t in TEXTS])
+    cache = tmp_path / "cache"
+    first = prepare_data(hf(cache, path), vocab_size=450)
+    tokens = IndexedDataset(first.train).tokens.tolist()
+    (cache / "tokens-0123.part").mkdir()  # left by a run that was killed
+    damage(cache)
+    second = prepare_data(hf(cache, path), vocab_size=450)
+    assert second == first
+    assert IndexedDataset(second.train).tokens.tolist() == tokens
+    assert not list(cache.glob("*.part"))
+
+
+def test_a_whole_cache_is_only_read(tmp_path):
+    path = write_rows(tmp_path / "d.jsonl", [{"text": t} for t in TEXTS])
+    first = prepare_data(hf(tmp_path / "cache", path), vocab_size=450)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*") if "datasets" not in p.parts}
+    assert prepare_data(hf(tmp_path / "cache", path), vocab_size=450) == first
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*") if "datasets" not in p.parts}
 
 
 def test_several_files_by_a_glob_and_a_given_tokenizer(tmp_path, tokenizer):
