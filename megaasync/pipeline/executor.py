@@ -149,23 +149,28 @@ class Executor:
             num_updates=self.num_updates,
             settle=settle,
         )
-        for action in actions:
-            try:
-                self._run[action.op](action)
-            except TrainingError:
-                yield from self._take_reported()
-                self._flush()
-                raise
-            except Exception as error:
-                error.add_note(f"rank {self._rank} was at {action} of schedule {self._schedule.name}")
-                raise
-            yield from self._take_reported()
         try:
+            for action in actions:
+                self._run_noted(action)
+                yield from self._take_reported()
             for step in sorted(self._norms):
                 self._result(step)
-        finally:
+                yield from self._take_reported()
+        except TrainingError:
             yield from self._take_reported()
+            self._flush()
+            raise
         self._close((end_step - self._end) * self._schedule.num_microbatches)
+
+    def _run_noted(self, action: Action) -> None:
+        """Run one action; an error in it tells where in the table it was."""
+        try:
+            self._run[action.op](action)
+        except TrainingError:
+            raise
+        except Exception as error:
+            error.add_note(f"rank {self._rank} was at {action} of schedule {self._schedule.name}")
+            raise
 
     def evaluate(self, source: MicrobatchSource, *, num_microbatches: int, version: int) -> Evaluation:
         """Mean loss over a source's microbatches, forward only, with an empty pipeline; the same on every rank.
