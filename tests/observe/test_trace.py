@@ -41,7 +41,8 @@ def test_evaluations_are_taken_out():
 
 
 def test_a_recorder_that_forgot_the_first_actions_uses_whole_steps_only():
-    recent = [part[len(part) // 3 :] for part in by_rank(spans_of(steps=30))]
+    first, second = by_rank(spans_of(steps=30))
+    recent = [first[len(first) // 3 :], second[len(second) // 2 :]]
     timeline = Timeline(sorted((s for part in recent for s in part), key=lambda s: s.start), 2)
     assert timeline.bubble(num_steps=30) == pytest.approx(1 / 3)
 

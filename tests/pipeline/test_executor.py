@@ -168,7 +168,8 @@ def test_a_stop_at_any_moment_ends_all_ranks_after_the_same_step(schedule, rank,
     whole = uncut_losses(schedule)
     np.testing.assert_array_equal(losses, whole[:steps])
     asked_in = (at - 1) // 4
-    assert steps <= min(asked_in + 4, 8)
+    # the flag goes with the norm of that step at the latest, and is heeded at that step's STEP
+    assert steps <= min(asked_in + (1 if schedule == "1f1b" else 2), 8)
     assert status == ("interrupted" if steps < 8 else "completed")
 
 
