@@ -41,7 +41,6 @@ setup(
         "dev": [
             "pytest>=8",
             "ruff>=0.12",
-            "pytorch-optimizer==4.1.0",
             "wheel",
         ],
     },

@@ -169,7 +169,8 @@ class Executor:
         except TrainingError:
             raise
         except Exception as error:
-            error.add_note(f"rank {self._rank} was at {action} of schedule {self._schedule.name}")
+            note = f"rank {self._rank} was at {action} of schedule {self._schedule.name}"
+            error.__notes__ = [*getattr(error, "__notes__", ()), note]  # add_note is new in Python 3.11
             raise
 
     def evaluate(self, source: MicrobatchSource, *, num_microbatches: int, version: int) -> Evaluation:

@@ -155,6 +155,15 @@ def test_the_rule_notices_globals(tmp_path):
     assert len(written_tables(bad)) == 2
 
 
+def test_public_names_are_there():
+    import megaasync
+
+    for name in megaasync.__all__:
+        assert getattr(megaasync, name) is not None
+    with pytest.raises(AttributeError):
+        megaasync.nonsense  # noqa: B018
+
+
 LIGHT = [
     "megaasync",
     "megaasync.config",
