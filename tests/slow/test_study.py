@@ -1,7 +1,8 @@
 """Slow, area study: what the delay costs and error feedback gives back, on the quickstart's text.
 
-`experiment=delay_study` is a smaller sibling of the quickstart's model, trained for more steps: the quickstart's 80 steps
-are all transient. One rank with delay 1 is the same program as two stages (tests/parity), so two runs go side by side on two cores.
+`experiment=delay_study` is a smaller sibling of the quickstart's model, trained for more steps: the quickstart's 80
+steps are all transient. One rank with delay 1 is the same program as two stages (tests/parity), so two runs go side by
+side on two cores.
 """
 
 import os
