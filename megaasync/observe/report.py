@@ -28,6 +28,15 @@ def _ticks(low: float, high: float) -> list[float]:
     return [low + (high - low) * i / 4 for i in range(5)]
 
 
+def _labels(ticks: Sequence[float]) -> list[str]:
+    """Ticks as text, with as many digits as it takes to tell them apart."""
+    for digits in range(3, 9):
+        texts = [f"{y:,.0f}" if abs(y) >= 1000 else f"{y:.{digits}g}" for y in ticks]
+        if len(set(texts)) == len(texts):
+            break
+    return texts
+
+
 def render_curves(curves: Sequence[Curve], *, title: str, x_label: str, y_label: str) -> str:
     """Curves over one pair of axes, as a self-contained SVG element."""
     curves = [Curve(curve.name, _thinned(curve.points)) for curve in curves if curve.points]
@@ -50,13 +59,12 @@ def render_curves(curves: Sequence[Curve], *, title: str, x_label: str, y_label:
         f'<text x="{_LEFT}" y="14" font-size="14">{escape(title)}</text>'
     ]
     ticks = _ticks(y_low, y_high)
-    # as many digits as it takes to tell the ticks apart
-    digits = next((n for n in range(3, 9) if len({f"{y:.{n}g}" for y in ticks}) == len(ticks)), 9)
-    for y in ticks:
+    texts = _labels(ticks)
+    for y, text in zip(ticks, texts, strict=True):
         _, down = at(x_low, y)
         parts.append(
             f'<line x1="{_LEFT}" x2="{_WIDTH - 14}" y1="{down:.1f}" y2="{down:.1f}" stroke="#ddd"/>'
-            f'<text x="{_LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{y:.{digits}g}</text>'
+            f'<text x="{_LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{text}</text>'
         )
     for x in _ticks(x_low, x_high):
         across, _ = at(x, y_low)
