@@ -20,7 +20,6 @@ LEARNING_RATES = (0.002, 0.004, 0.008, 0.016)
 SEEDS = (0, 1, 2)
 MODES = {
     "1f1b": ("schedule=1f1b",),
-    "2bw": ("schedule=2bw",),
     "2bw + error feedback": ("schedule=2bw", "correction=error_feedback"),
 }
 
