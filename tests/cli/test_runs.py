@@ -236,10 +236,13 @@ def start_long_run(cwd: Path, *arguments: str) -> subprocess.Popen:
 
 
 def ranks_of(process: subprocess.Popen) -> list[int]:
-    """Processes of the run's session other than the launcher, which have joined the training."""
-    out = subprocess.run(["ps", "-o", "pid=,args=", "-s", str(process.pid)], capture_output=True, text=True).stdout
-    rows = [line.split(None, 1) for line in out.splitlines()]
-    return [int(pid) for pid, args in rows if int(pid) != process.pid and "forkserver" in args]
+    """The fork server and the ranks of a run, eldest first: the processes of its session that the server made."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(folder.name)) == process.pid and b"forkserver" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return sorted(found)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
