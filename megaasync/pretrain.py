@@ -1,7 +1,6 @@
 """One pretraining run from the command line: python -m megaasync.pretrain [group=choice] [key=value]."""
 
 import importlib
-import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -76,7 +75,6 @@ def pretrain(plain: dict[str, Any]) -> None:
         SystemExit: 2 for the user's mistakes, 1 for a failed rank, 130 for an interrupt.
     """
     folder = environment = None
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the ranks have handlers of their own
     try:
         environment = launched_environment()
         config = validate(read(TrainConfig, plain))

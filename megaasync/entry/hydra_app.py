@@ -5,6 +5,7 @@ Behind this file nobody knows that Hydra exists: the task gets a plain dict.
 
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -107,6 +108,11 @@ def run_app(task: Callable[[dict[str, Any]], None]) -> None:
         SystemExit: status 2 for a wrong config, or what the task decides.
     """
     failed: list[tuple[str, int]] = []
+    interrupts: list[int] = []
+
+    def on_interrupt(number: int, *_: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
 
     def job(config: DictConfig) -> None:
         if HydraConfig.get().mode != RunMode.MULTIRUN:
@@ -140,6 +146,9 @@ def run_app(task: Callable[[dict[str, Any]], None]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     app = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="pretrain")(job)
     try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
+                signal.signal(number, on_interrupt)
         with tempfile.TemporaryDirectory() as scratch:
             if is_sweep:  # Hydra writes its own record of a sweep; every run has its config.yaml
                 sys.argv.append(f"hydra.sweep.dir={scratch}")
@@ -147,6 +156,8 @@ def run_app(task: Callable[[dict[str, Any]], None]) -> None:
     except KeyboardInterrupt:
         fail("interrupted", status=INTERRUPTED_STATUS)
     except Exception as error:
+        if interrupts:  # OmegaConf turns an interrupt inside it into an error of its own
+            fail("interrupted", status=INTERRUPTED_STATUS)
         if "debug=true" in sys.argv:
             traceback.print_exc()
         fail(explain(error), status=CONFIG_ERROR_STATUS)
