@@ -91,6 +91,10 @@ def _read_value(annotation: Any, value: Any, key: str) -> Any:
         raise ConfigError(f"{key}={value}: unknown value{did_you_mean(str(value), choices)}; choose {listed(choices)}")
     if get_origin(annotation) is tuple:
         items = get_args(annotation)
+        if items[-1] is Ellipsis and isinstance(value, list | tuple):
+            items = items[:1] * len(value)
+        elif items[-1] is Ellipsis:
+            raise ConfigError(f"{key}={value!r}: expected a list, as in {key}=[2,1]")
         if not isinstance(value, list | tuple) or len(value) != len(items):
             raise ConfigError(f"{key}={value!r}: expected a list of {len(items)} values, as in {key}=[0.9,0.95]")
         return tuple(

@@ -98,9 +98,20 @@ class MuonConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """Pipeline schedule by name; see `megaasync.schedules.SCHEDULES`."""
+    """Pipeline schedule by name; see `megaasync.schedules.SCHEDULES`.
 
-    name: Literal["1f1b", "2bw"]
+    Attributes:
+        sync_start_steps, sync_cooldown_steps: steps at the start and the end that run without delay, under the
+            synchronous schedule of the same placement.
+        extra_in_flight: rounds of forwards ahead beyond the minimum; 1 hides the latency of a hop between stages.
+        overlap_step: reduction, norm and optimizer step run beside forwards and backwards; false exposes them.
+    """
+
+    name: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "2bw", "interleaved_2bw", "pipedream", "wpipe"]
+    sync_start_steps: int
+    sync_cooldown_steps: int
+    extra_in_flight: int
+    overlap_step: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +127,20 @@ class ParallelConfig:
 
     Attributes:
         data: a number, or `auto` for what the launched ranks leave (1 when started bare).
+        virtual_stages: stages per pipeline rank; null takes what the schedule needs: 2 for interleaved ones, zbv and
+            wpipe, else 1.
+        layers_per_stage: layers of each stage, in the order of the model; null deals them so that the most expensive
+            stage, embedding and head included, is as cheap as it can be.
+        timeout_seconds: longest wait for another rank's message; then the run ends and says who was waited for.
     """
 
     tensor: int
     expert: int
     pipeline: int
     data: int | Literal["auto"]
+    virtual_stages: int | None
+    layers_per_stage: tuple[int, ...] | None
+    timeout_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

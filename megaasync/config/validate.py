@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from pathlib import PurePath
 
+from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import ConfigError, TrainConfig
+from megaasync.schedules import SCHEDULES, ScheduleError
 
 # 256 byte pieces, three control pieces, and a few letters: below this a byte-fallback tokenizer cannot be trained.
 SMALLEST_TRAINED_VOCABULARY = 400
@@ -90,15 +92,24 @@ def check_layout(config: TrainConfig) -> None:
             raise ConfigError(
                 f"parallel.{name}={degree}: this version has pipeline parallelism only; set parallel.{name}=1"
             )
-    if parallel.pipeline > config.model.num_layers:
+    if parallel.virtual_stages is not None:
+        _at_least("parallel.virtual_stages", parallel.virtual_stages, 1)
+    if parallel.timeout_seconds <= 0:
+        raise ConfigError(f"parallel.timeout_seconds={parallel.timeout_seconds:g}: must be above 0")
+    per_rank = parallel.virtual_stages or SCHEDULES[config.schedule.name].chunks[0]
+    stages, layers = parallel.pipeline * per_rank, config.model.num_layers
+    if stages > layers:
+        made_of = "" if per_rank == 1 else f" x {per_rank} stages per rank = {stages}"
         raise ConfigError(
-            f"parallel.pipeline={parallel.pipeline}: more stages than model.num_layers={config.model.num_layers}; "
-            f"set parallel.pipeline to at most {config.model.num_layers}"
+            f"parallel.pipeline={parallel.pipeline}: more stages{made_of} than model.num_layers={layers}; set "
+            f"parallel.pipeline to at most {layers // per_rank}"
+            + ("" if layers >= per_rank else f", or model.num_layers to at least {per_rank}")
         )
-    if config.model.tie_embeddings and parallel.pipeline > 1:
+    dealt = parallel.layers_per_stage
+    if dealt is not None and (len(dealt) != stages or sum(dealt) != layers or min(dealt) < 1):
         raise ConfigError(
-            f"model.tie_embeddings=true: embedding and head are on different stages with "
-            f"parallel.pipeline={parallel.pipeline}; set model.tie_embeddings=false or parallel.pipeline=1"
+            f"parallel.layers_per_stage={list(dealt)}: must be {stages} numbers of at least 1 that sum to "
+            f"model.num_layers={layers}; set null to have the layers dealt"
         )
 
 
@@ -115,22 +126,36 @@ def check_batch(config: TrainConfig) -> None:
 
 
 def check_schedule(config: TrainConfig) -> None:
-    """The schedule can run with this many microbatches, and a correction has a delay to correct."""
-    stages, microbatches = config.parallel.pipeline, config.num_microbatches
-    if config.schedule.name == "2bw" and microbatches < stages - 1:
-        needed = (stages - 1) * config.train.micro_batch_size * config.data_ranks
+    """The schedule is defined for these sizes, and a correction has a delay to correct."""
+    schedule = config.schedule
+    for name in ("sync_start_steps", "sync_cooldown_steps", "extra_in_flight"):
+        _at_least(f"schedule.{name}", getattr(schedule, name), 0)
+    try:
+        phases_of(config)
+    except ScheduleError as error:
+        raise ConfigError(f"schedule={schedule.name}: {error}{_schedule_remedy(config, error)}") from None
+    if config.correction.name != "none" and not SCHEDULES[schedule.name].has_delay:
         raise ConfigError(
-            f"train.global_batch_size={config.train.global_batch_size}: gives m = {microbatches} microbatches per "
-            f"step, but schedule=2bw with parallel.pipeline={stages} needs m >= P - 1 = {stages - 1}: the first stage "
-            f"runs {stages - 1} forwards ahead, and with fewer microbatches it would wait for a weight version whose "
-            f"gradient it has not finished (a deadlock); set train.global_batch_size={needed} or more, a smaller "
-            "train.micro_batch_size, or fewer stages"
+            f"correction={config.correction.name}: corrects a gradient delay, but schedule={schedule.name} has none; "
+            "set correction=none or schedule=2bw"
         )
-    if config.correction.name != "none" and config.schedule.name == "1f1b":
-        raise ConfigError(
-            f"correction={config.correction.name}: corrects a gradient delay, but schedule={config.schedule.name} has "
-            "none; set correction=none or schedule=2bw"
-        )
+
+
+def _schedule_remedy(config: TrainConfig, error: ScheduleError) -> str:
+    """Which key to change, as far as the error says what is wrong."""
+    if error.remedy:
+        return f"; set {error.remedy}"
+    if error.wanted_microbatches is None:
+        return ""
+    train, wanted = config.train, error.wanted_microbatches
+    here = (
+        f"; here m = {config.num_microbatches} = train.global_batch_size={train.global_batch_size} / "
+        f"(train.micro_batch_size={train.micro_batch_size} x data x expert = {config.data_ranks}); set "
+    )
+    if wanted < config.num_microbatches:
+        return f"{here}train.micro_batch_size={train.global_batch_size // (config.data_ranks * wanted)}"
+    size = wanted * train.micro_batch_size * config.data_ranks
+    return f"{here}train.global_batch_size={size}, a smaller train.micro_batch_size, or fewer stages"
 
 
 def check_optimizer(config: TrainConfig) -> None:

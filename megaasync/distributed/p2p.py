@@ -1,16 +1,18 @@
 """One FIFO per peer and direction, fixed shape, no handshake: order alone says which message is which.
 
-Receives are posted ahead; a send is waited for only when many more have been made after it.
+Receives are posted ahead; a send is waited for only when many more have been made after it. Stages on one rank hand
+tensors over without a message.
 """
 
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-_POSTED_AHEAD = 2  # receives that wait for their message while the rank computes
+from megaasync.distributed import TransportError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,21 @@ class TensorSpec:
 class Receiver:
     """Takes messages from one peer in the order in which they were sent."""
 
-    def __init__(self, peer: int, spec: TensorSpec, group: dist.ProcessGroup) -> None:
-        self._peer, self._spec, self._group = peer, spec, group
+    def __init__(
+        self, peer: int, spec: TensorSpec, group: dist.ProcessGroup, *, posted_ahead: int, timeout: timedelta
+    ) -> None:
+        """A channel's end.
+
+        Args:
+            peer: rank in the default group.
+            spec: of every message.
+            group: of this direction.
+            posted_ahead: receives that wait for their message while the rank computes.
+            timeout: longest wait for one message.
+        """
+        self.peer = peer
+        self._spec, self._group = spec, group
+        self._posted_ahead, self._timeout = posted_ahead, timeout
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
         self._unposted = 0
 
@@ -40,16 +55,20 @@ class Receiver:
         self._post()
 
     def _post(self) -> None:
-        while self._unposted and len(self._posted) < _POSTED_AHEAD:
+        while self._unposted and len(self._posted) < self._posted_ahead:
             buffer = self._spec.empty()
-            self._posted.append((dist.irecv(buffer, self._peer, group=self._group), buffer))
+            self._posted.append((dist.irecv(buffer, self.peer, group=self._group), buffer))
             self._unposted -= 1
 
     def take(self) -> Tensor:
-        """The next message; waits for it."""
+        """The next message; waits for it.
+
+        Raises:
+            TransportError: it did not come in time, or the peer is gone.
+        """
         work, buffer = self._posted.popleft()
         self._post()
-        work.wait()
+        wait(work, self._timeout, peer=self.peer)
         return buffer
 
     def cancel(self) -> None:
@@ -59,29 +78,79 @@ class Receiver:
             self.take()
 
 
+def wait(work: dist.Work, timeout: timedelta, *, peer: int | None) -> None:
+    """Wait for one message or collective.
+
+    Raises:
+        TransportError: it did not end in time, or a peer is gone.
+    """
+    try:
+        work.wait(timeout)
+    except RuntimeError as error:
+        text = str(error)
+        if "imed out" in text or "imeout" in text:
+            raise TransportError(f"nothing came for {timeout.total_seconds():g} s", peer=peer) from error
+        raise TransportError("the connection is lost", peer=peer, is_lost=True) from error
+
+
 class Sender:
     """Sends messages to one peer, without waiting for them."""
 
-    def __init__(self, peer: int, spec: TensorSpec, group: dist.ProcessGroup, *, max_outstanding: int) -> None:
-        self._peer, self._spec, self._group = peer, spec, group
-        self._max_outstanding = max_outstanding
+    def __init__(
+        self, peer: int, spec: TensorSpec, group: dist.ProcessGroup, *, max_outstanding: int, timeout: timedelta
+    ) -> None:
+        """A channel's start.
+
+        Args:
+            peer: rank in the default group.
+            spec: of every message.
+            group: of this direction.
+            max_outstanding: sends that need not have gone out.
+            timeout: longest wait for one of them.
+        """
+        self.peer = peer
+        self._spec, self._group = spec, group
+        self._max_outstanding, self._timeout = max_outstanding, timeout
         self._outstanding: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Send; the tensor is kept alive, and must not be written to, until it has gone out."""
+        """Send; the tensor is kept alive, and must not be written to, until it has gone out.
+
+        Raises:
+            TransportError: the peer takes nothing for too long, or is gone.
+        """
         if tensor.shape != self._spec.shape or tensor.dtype != self._spec.dtype:
             raise ValueError(f"message of {tensor.dtype} {tuple(tensor.shape)} on a channel of {self._spec}")
         tensor = tensor.contiguous()
-        self._outstanding.append((dist.isend(tensor, self._peer, group=self._group), tensor))
+        try:
+            work = dist.isend(tensor, self.peer, group=self._group)
+        except RuntimeError as error:
+            raise TransportError("the connection is lost", peer=self.peer, is_lost=True) from error
+        self._outstanding.append((work, tensor))
         if len(self._outstanding) > self._max_outstanding:
-            self._outstanding.popleft()[0].wait()
+            wait(self._outstanding.popleft()[0], self._timeout, peer=self.peer)
 
-    def pad(self, num_unsent: int) -> None:
+    def pad(self, num_unsent: int, *, posted_ahead: int) -> None:
         """Answer the receives that the peer posted ahead for messages that will not be sent after all."""
-        for _ in range(min(num_unsent, _POSTED_AHEAD)):
+        for _ in range(min(num_unsent, posted_ahead)):
             self.send(self._spec.empty())
 
     def flush(self) -> None:
         """Wait until everything has gone out."""
         while self._outstanding:
-            self._outstanding.popleft()[0].wait()
+            wait(self._outstanding.popleft()[0], self._timeout, peer=self.peer)
+
+
+class LocalChannel:
+    """Hands tensors from one stage to the next on the same rank."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Tensor] = deque()
+
+    def send(self, tensor: Tensor) -> None:
+        """Leave a tensor for the other stage."""
+        self._waiting.append(tensor)
+
+    def take(self) -> Tensor:
+        """The oldest one left."""
+        return self._waiting.popleft()

@@ -49,3 +49,13 @@ def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor
     ends_E = counts_E.cumsum(0).to(torch.int32)
     y_RO = F.grouped_mm(x_RI.contiguous(), weight_EOI.transpose(1, 2), offs=ends_E)
     return _ContiguousGradient.apply(y_RO)
+
+
+def grouped_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_E: Tensor) -> Tensor:
+    """dW_e, the sum over the rows r of group e of grad_r x_r^T; [E, O, I], zero for an empty group."""
+    rows_aligned = all(t.shape[1] * t.element_size() % _ALIGNMENT == 0 for t in (grad_RO, x_RI))
+    if x_RI.dtype is torch.float64 or not rows_aligned or not hasattr(F, "grouped_mm") or x_RI.shape[0] == 0:
+        sizes = counts_E.tolist()
+        return torch.stack([g.T @ x for g, x in zip(grad_RO.split(sizes), x_RI.split(sizes), strict=True)])
+    ends_E = counts_E.cumsum(0).to(torch.int32)
+    return F.grouped_mm(grad_RO.contiguous().T, x_RI.contiguous(), offs=ends_E)

@@ -1,6 +1,7 @@
 """Layers to stages: contiguous runs that keep the most expensive stage as cheap as it can be."""
 
 import itertools
+from collections.abc import Sequence
 
 from megaasync.config.schema import ModelConfig
 from megaasync.models.transformer import is_moe_layer
@@ -21,21 +22,33 @@ def layer_cost(config: ModelConfig, layer: int) -> float:
 
 
 def head_cost(config: ModelConfig) -> float:
-    """Multiply-adds of the head's forward, per token. The embedding is a look-up and counts nothing."""
+    """Multiply-adds of the head's forward, per token."""
     return config.hidden_size * config.vocab_size
 
 
-def deal_layers(config: ModelConfig, *, num_stages: int) -> tuple[range, ...]:
-    """Layers of each stage, head counted with the last, so that the largest stage cost is smallest.
+def embedding_cost(config: ModelConfig) -> float:
+    """Of the embedding, per token: it copies a row, which is counted as one operation per element."""
+    return config.hidden_size
+
+
+def deal_layers(
+    config: ModelConfig, *, num_stages: int, layers_per_stage: Sequence[int] | None = None
+) -> tuple[range, ...]:
+    """Layers of each stage, embedding and head counted with the ends, so that the largest stage cost is smallest.
 
     Args:
         config: shape of the model.
         num_stages: at most config.num_layers; every stage gets a layer.
+        layers_per_stage: how many each gets, if that is not to be found.
 
     Returns:
         One range of layer numbers per stage. Among equals, later stages get fewer layers.
     """
+    if layers_per_stage is not None:
+        ends = list(itertools.accumulate(layers_per_stage, initial=0))
+        return tuple(range(first, end) for first, end in itertools.pairwise(ends))
     costs = [layer_cost(config, layer) for layer in range(config.num_layers)]
+    costs[0] += embedding_cost(config)
     costs[-1] += head_cost(config)
     total = [0.0]
     for cost in costs:

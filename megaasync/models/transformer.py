@@ -1,7 +1,6 @@
 """A pipeline stage of the decoder: any run of layers, with the embedding in front or the head behind."""
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megaasync.config.schema import ModelConfig
 from megaasync.data.microbatches import Microbatch
@@ -17,6 +16,9 @@ from megaasync.nn.rope import RotaryTables
 def is_moe_layer(config: ModelConfig, layer: int) -> bool:
     """Whether a layer (counted over the whole model) has experts."""
     return config.moe is not None and layer >= config.moe.first_dense_layers
+
+
+TIED_PARAMETER = "embedding.weight"  # of the first and of the last stage, if the embeddings are tied
 
 
 class TransformerBlock(nn.Module):
@@ -64,7 +66,9 @@ class DecoderStage(nn.Module):
             theta=config.rope_theta,
         )
         self.final_norm = RMSNorm(config.hidden_size, eps=config.norm_eps) if is_last else None
-        self.head = Linear(config.hidden_size, config.vocab_size) if is_last and not tied else None
+        self.head = Linear(config.hidden_size, config.vocab_size) if is_last else None
+        if tied:
+            self.head.weight = self.embedding.weight
         self._is_first, self._is_last = is_first, is_last
 
     def forward(self, x_BSD: Tensor | None, microbatch: Microbatch) -> Tensor:
@@ -83,6 +87,5 @@ class DecoderStage(nn.Module):
             x_BSD = layer(x_BSD, self.rotary)
         if not self._is_last:
             return x_BSD
-        x_BSD = self.final_norm(x_BSD)
-        logits_BSV = self.head(x_BSD) if self.head is not None else F.linear(x_BSD, self.embedding.weight)
+        logits_BSV = self.head(self.final_norm(x_BSD))
         return cross_entropy_sum(logits_BSV, microbatch.labels_BS, microbatch.mask_BS)

@@ -4,9 +4,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megaasync.kernels.weight_gradients import WeightGradientQueue, linear
+
 
 class Linear(nn.Module):
-    """y = x W^T; weight [out, in]."""
+    """y = x W^T; weight [out, in].
+
+    Attributes:
+        weight_gradients: where a split backward leaves the weight's gradient.
+    """
+
+    weight_gradients: WeightGradientQueue | None = None
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -14,7 +22,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        return F.linear(x, self.weight)
+        return linear(x, self.weight, self.weight_gradients)
 
 
 class Embedding(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megaasync.kernels.grouped_linear import grouped_linear
+from megaasync.kernels.weight_gradients import WeightGradientQueue, expert_linear
 from megaasync.nn.mlp import SwiGLU
 from megaasync.nn.precision import at_least_float32
 
@@ -36,7 +36,13 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E SwiGLU feed-forwards: gate and up [E, F, D], down [E, D, F]."""
+    """E SwiGLU feed-forwards: gate and up [E, F, D], down [E, D, F].
+
+    Attributes:
+        weight_gradients: where a split backward leaves the weights' gradients.
+    """
+
+    weight_gradients: WeightGradientQueue | None = None
 
     def __init__(self, *, num_experts: int, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()
@@ -46,9 +52,10 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """[R, D] rows sorted by expert, [E] rows of each expert, to [R, D]."""
-        gate_RF = grouped_linear(x_RD, self.gate, counts_E)
-        up_RF = grouped_linear(x_RD, self.up, counts_E)
-        return grouped_linear(F.silu(gate_RF) * up_RF, self.down, counts_E)
+        queue = self.weight_gradients
+        gate_RF = expert_linear(x_RD, self.gate, counts_E, queue)
+        up_RF = expert_linear(x_RD, self.up, counts_E, queue)
+        return expert_linear(F.silu(gate_RF) * up_RF, self.down, counts_E, queue)
 
 
 class _Permute(torch.autograd.Function):

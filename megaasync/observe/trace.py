@@ -8,7 +8,7 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -30,13 +30,13 @@ class Recorder:
         self.spans: deque[Span] = deque(maxlen=_KEPT_TRACED if traced else _KEPT_ALWAYS)
         self.pauses: list[tuple[float, float]] = []
 
-    def add(self, action: Action, start: float) -> None:
-        """An action that began at `start` has ended now."""
+    def add(self, action: Action, start: float, *, beside: bool = False) -> None:
+        """An action that began at `start` has ended now; `beside` if it ran in the background of others."""
         if not self._enabled:
             return
         if self._synchronize is not None:
             self._synchronize()
-        self.spans.append(Span(self._rank, action, start, perf_counter()))
+        self.spans.append(Span(self._rank, action, start, perf_counter(), beside))
 
     def add_pause(self, start: float) -> None:
         """An evaluation that began at `start` has ended now."""
@@ -113,15 +113,16 @@ def merge(parts: list[tuple[list[Span], list[tuple[float, float]]]]) -> Timeline
     def without_pauses(time: float) -> float:
         return time - origin - paused_before[bisect.bisect_right(ends, time)]
 
-    moved = [Span(s.rank, s.action, without_pauses(s.start), without_pauses(s.end)) for s in spans]
+    moved = [replace(s, start=without_pauses(s.start), end=without_pauses(s.end)) for s in spans]
     return Timeline(sorted(moved, key=lambda span: (span.start, span.rank)), len(parts))
 
 
 def write_chrome_trace(timeline: Timeline, path: Path) -> None:
-    """Write the timeline for chrome://tracing or Perfetto: one row per rank, microseconds."""
+    """Write the timeline for chrome://tracing or Perfetto, in microseconds: per rank its table and its background."""
     events: list[dict] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": 2 * rank + beside, "args": {"name": f"rank {rank}{name}"}}
         for rank in range(timeline.num_ranks)
+        for beside, name in enumerate(("", ", background"))
     ]
     for span in timeline.spans:
         action = span.action
@@ -131,7 +132,7 @@ def write_chrome_trace(timeline: Timeline, path: Path) -> None:
                 "name": str(action),
                 "cat": action.op.value,
                 "pid": 0,
-                "tid": span.rank,
+                "tid": 2 * span.rank + span.beside,
                 "ts": round(span.start * 1e6, 3),
                 "dur": round((span.end - span.start) * 1e6, 3),
                 "args": {"stage": action.stage, "step": action.step, "microbatch": action.microbatch},

@@ -72,9 +72,11 @@ class FlatLayout:
             at = -(-at // ALIGNMENT) * ALIGNMENT
         self.groups, self.size = tuple(groups), at
 
+    def place_of(self, name: str) -> slice:
+        """Where a parameter lies in the flat buffer."""
+        start = self._starts[name]
+        return slice(start, start + math.prod(self._shapes[name]))
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of a flat buffer, shaped, in the order of `names`."""
-        return [
-            flat[self._starts[name] : self._starts[name] + math.prod(shape)].view(shape)
-            for name, shape in self._shapes.items()
-        ]
+        return [flat[self.place_of(name)].view(shape) for name, shape in self._shapes.items()]

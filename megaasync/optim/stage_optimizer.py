@@ -1,7 +1,8 @@
 """One stage's step: scale and clip the gradient, move the master weights, publish the next compute weights.
 
 Error feedback needs no stored update (METHOD.md section 1): z_{t+1} = z_t - u_t(g_t) is the master, and the published
-weights are x = z_{t+1} - u_t, with u_t = lr (d_t + weight_decay z_t).
+weights are x = z_{t+1} - d u_t, with u_t = lr (direction + weight_decay z_t) and the delay d: 1 is the paper's rule,
+more is its prediction over several missing updates.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,6 @@ class StageOptimizer:
         *,
         dtype: torch.dtype,
         learning_rate: Callable[[int], float],
-        error_feedback: bool,
     ) -> None:
         self.layout = layout
         self.master = torch.zeros(layout.size, dtype=dtype, device=initial[0].device)
@@ -36,17 +36,17 @@ class StageOptimizer:
             view.copy_(parameter)
         self._states = [group.rule.init(group.view(self.master)) for group in layout.groups]
         self._learning_rate = learning_rate
-        self._error_feedback = error_feedback
         self.num_updates = 0
 
     @torch.no_grad()
-    def step(self, gradient: Tensor, *, scale: Tensor | float, publish: Tensor) -> None:
+    def step(self, gradient: Tensor, *, scale: Tensor | float, publish: Tensor, ahead: int) -> None:
         """Absorb one gradient and write the next version of the compute weights.
 
         Args:
             gradient: [layout.size] sum over the batch; scaled in place.
             scale: makes it the clipped mean.
             publish: [layout.size] in the compute dtype; receives x.
+            ahead: updates that x looks ahead of z: 0 without a correction, the delay under error feedback.
         """
         lr = self._learning_rate(self.num_updates)
         self.num_updates += 1
@@ -60,4 +60,4 @@ class StageOptimizer:
                     update.add_(z, alpha=group.weight_decay)
                 update.mul_(lr)
                 z.sub_(update)
-                group.view(publish)[part].copy_(torch.sub(z, update, out=update) if self._error_feedback else z)
+                group.view(publish)[part].copy_(torch.sub(z, update, alpha=ahead, out=update) if ahead else z)

@@ -1,15 +1,28 @@
-"""One stage of the model on one rank: forward, backward, hand in the norm, step."""
+"""One stage of the model on one rank: forward, backward (whole or split), hand in the norm, step."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from megaasync.data.microbatches import Microbatch
+from megaasync.kernels.weight_gradients import Deferred, WeightGradientQueue, accumulate, use_queue
 from megaasync.optim.flat_layout import ALIGNMENT, FlatLayout
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.gradients import GradientBuffers
 from megaasync.pipeline.weight_versions import WeightVersions
 
 Key = tuple[int, int]  # (step, microbatch)
+
+
+def sum_of_squares(flat: Tensor) -> Tensor:
+    """Scalar float64.
+
+    One float32 sum over all elements is off by 4e-4 at 10 million; rows of 64 summed in float64 are exact enough.
+    """
+    whole = len(flat) - len(flat) % ALIGNMENT
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ALIGNMENT), dim=1)
+    return rows.double().square().sum() + flat[whole:].double().square().sum()
 
 
 class PipelineStage:
@@ -29,7 +42,22 @@ class PipelineStage:
         num_stages: int,
         num_versions: int,
         num_gradient_buffers: int,
+        splits_backward: bool = False,
+        tied_parameter: str | None = None,
+        reduce: Callable[[Tensor], None] | None = None,
     ) -> None:
+        """A stage.
+
+        Args:
+            module: version 0; replicas of it hold the others.
+            layout: of its parameters.
+            optimizer: of its parameters.
+            index, num_stages: place in the model.
+            num_versions, num_gradient_buffers: from the schedule's report.
+            splits_backward: the schedule has input and weight gradients apart.
+            tied_parameter: name of the embedding, on the first and the last stage, if the two are one.
+            reduce: sums a gradient over data-parallel ranks in place, if there are several.
+        """
         self.index = index
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.versions = WeightVersions(module, layout, num_slots=num_versions)
@@ -37,12 +65,31 @@ class PipelineStage:
             self.versions.modules, layout, num_buffers=num_gradient_buffers, dtype=optimizer.master.dtype
         )
         self.optimizer = optimizer
+        self._tied = None if tied_parameter is None else layout.place_of(tied_parameter)
+        self._reduce = reduce
+        self._queue = WeightGradientQueue() if splits_backward else None
+        if splits_backward:
+            for replica in self.versions.modules:
+                use_queue(replica, self._queue)
         self._in_flight: dict[Key, tuple[Tensor | None, Tensor, int]] = {}
+        self._deferred: dict[Key, tuple[Deferred, int]] = {}
         self._loss: dict[int, Tensor] = {}
         self._tokens: dict[int, Tensor] = {}
 
+    @property
+    def num_updates(self) -> int:
+        """STEPs made, which is the newest weight version."""
+        return self.optimizer.num_updates
+
+    @property
+    def master(self) -> Tensor:
+        """[layout.size] z."""
+        return self.optimizer.master
+
     def forward(self, key: Key, x: Tensor | None, microbatch: Microbatch | None, *, version: int) -> Tensor | None:
-        """Run a microbatch forward and keep what its backward needs; only the first and last stage get tokens.
+        """Run a microbatch forward and keep what its backward needs.
+
+        The first and the last stage need the microbatch; a stage that is given it counts its tokens.
 
         Returns:
             The activation for the next stage; None on the last one, which keeps the loss instead.
@@ -51,12 +98,19 @@ class PipelineStage:
             x.requires_grad_(True)
         y = self.versions.module(version)(x, microbatch)
         self._in_flight[key] = (x, y, version)
+        step = key[0]
+        if microbatch is not None:
+            self._tokens[step] = self._tokens.get(step, 0) + microbatch.mask_BS.sum()
         if not self.is_last:
             return y.detach()
-        step = key[0]
         self._loss[step] = self._loss.get(step, 0) + y.detach().double()
-        self._tokens[step] = self._tokens.get(step, 0) + microbatch.mask_BS.sum()
         return None
+
+    def _begin_backward(self, key: Key, version: int) -> tuple[Tensor | None, Tensor]:
+        x, y, forward_version = self._in_flight.pop(key)
+        assert version == forward_version, f"{key}: forward ran on version {forward_version}, backward on {version}"
+        self.gradients.attach(self.versions.module(version), key[0])
+        return x, y
 
     def backward(self, key: Key, grad: Tensor | None, *, version: int) -> Tensor | None:
         """Run a microbatch backward; weight gradients add to the sum of its step.
@@ -64,26 +118,67 @@ class PipelineStage:
         Returns:
             The gradient for the stage before; None on the first one.
         """
-        x, y, forward_version = self._in_flight.pop(key)
-        assert version == forward_version, f"{key}: forward ran on version {forward_version}, backward on {version}"
-        self.gradients.attach(self.versions.module(version), key[0])
+        x, y = self._begin_backward(key, version)
         torch.autograd.backward(y, grad)
         return None if x is None else x.grad
 
+    def backward_input(self, key: Key, grad: Tensor | None, *, version: int) -> Tensor | None:
+        """The first half of a backward: as `backward`, but the linear layers' weight gradients wait."""
+        x, y = self._begin_backward(key, version)
+        with self._queue.collect() as deferred:
+            torch.autograd.backward(y, grad)
+        self._deferred[key] = (deferred, version)
+        return None if x is None else x.grad
+
+    def backward_weight(self, key: Key) -> None:
+        """The second half: the weight gradients that waited."""
+        deferred, version = self._deferred.pop(key)
+        self.gradients.attach(self.versions.module(version), key[0])
+        accumulate(deferred)
+
+    def reduce(self, step: int) -> None:
+        """Sum the gradient of `step` over data-parallel ranks, if there are several."""
+        if self._reduce is not None:
+            self._reduce(self.gradients.sum_of(step))
+
+    def tied_gradient(self, step: int) -> Tensor:
+        """The embedding's part of the gradient sum of `step`, on a stage that shares it; written in place."""
+        return self.gradients.sum_of(step)[self._tied]
+
+    def tokens_of(self, step: int) -> Tensor:
+        """Valid tokens of `step` that this stage was given."""
+        return self._tokens[step]
+
+    def drop_gradient(self, step: int) -> None:
+        """Put zeros in the place of a gradient that is not finite."""
+        self.gradients.sum_of(step).zero_()
+
     def norm_terms(self, step: int) -> Tensor:
-        """[3] float64: squares of the gradient sum, loss sum and valid tokens (the last two on the last stage only)."""
+        """[3] float64: squares of the gradient sum, loss sum and valid tokens (the last two on the last stage only).
+
+        A tied embedding counts on the first stage only.
+        """
         gradient = self.gradients.sum_of(step)
         terms = gradient.new_zeros(3, dtype=torch.float64)
-        # One float32 sum over all elements is off by 4e-4 at 10 million; rows of 64 summed in float64 are exact enough.
-        rows = torch.linalg.vector_norm(gradient.view(-1, ALIGNMENT), dim=1)
-        terms[0] = torch.linalg.vector_norm(rows.double()).square()
+        if self._tied is not None and self.is_last and not self.is_first:
+            terms[0] = sum_of_squares(gradient[: self._tied.start]) + sum_of_squares(gradient[self._tied.stop :])
+        else:
+            terms[0] = sum_of_squares(gradient)
+        tokens = self._tokens.pop(step, None)
         if self.is_last:
-            terms[1], terms[2] = self._loss.pop(step), self._tokens.pop(step)
+            terms[1], terms[2] = self._loss.pop(step), tokens
         return terms
 
-    def step(self, step: int, *, scale: float) -> None:
-        """Absorb the gradient of `step`: moves the master weights and writes weight version step + 1."""
-        self.optimizer.step(self.gradients.sum_of(step), scale=scale, publish=self.versions.flat(step + 1))
+    def step(self, step: int, *, scale: float, ahead: int) -> None:
+        """Absorb the gradient of `step`: moves the master weights and writes weight version step + 1.
+
+        Args:
+            step: 0-based.
+            scale: makes the gradient sum the clipped mean.
+            ahead: see `StageOptimizer.step`.
+        """
+        assert step == self.num_updates, f"stage {self.index}: update {step} after {self.num_updates} updates"
+        self.optimizer.step(self.gradients.sum_of(step), scale=scale, publish=self.versions.flat(step + 1), ahead=ahead)
 
     @torch.no_grad()
     def evaluate(self, x: Tensor | None, microbatch: Microbatch | None, *, version: int) -> Tensor:

@@ -1,26 +1,32 @@
 """Who does what, when: pipeline schedules as pure tables (standard library only)."""
 
-from megaasync.schedules.action import Action, Op, parse_action
+from megaasync.schedules.action import COMPUTE_OPS, Action, Op, parse_action
+from megaasync.schedules.catalog import SCHEDULES, ScheduleKind, build_schedule
+from megaasync.schedules.figures import ScheduleReport, report
+from megaasync.schedules.passes import with_tied_embeddings
+from megaasync.schedules.phases import Phase, make_phases
 from megaasync.schedules.render import render_svg, render_text
 from megaasync.schedules.rules import check, check_table, show_with_arrow
 from megaasync.schedules.schedule import PipelineSchedule, ScheduleError, unroll, unroll_all
-from megaasync.schedules.simulation import Costs, ScheduleReport, Span, bubble_of, report, simulate
-from megaasync.schedules.stream_1f1b import one_f_one_b, pipedream_2bw
-
-SCHEDULES = {"1f1b": one_f_one_b, "2bw": pipedream_2bw}
+from megaasync.schedules.simulation import Costs, Span, bubble_of, simulate
 
 __all__ = [
+    "COMPUTE_OPS",
     "SCHEDULES",
     "Action",
     "Costs",
     "Op",
+    "Phase",
     "PipelineSchedule",
     "ScheduleError",
+    "ScheduleKind",
     "ScheduleReport",
     "Span",
     "bubble_of",
+    "build_schedule",
     "check",
     "check_table",
+    "make_phases",
     "parse_action",
     "render_svg",
     "render_text",
@@ -29,4 +35,5 @@ __all__ = [
     "simulate",
     "unroll",
     "unroll_all",
+    "with_tied_embeddings",
 ]

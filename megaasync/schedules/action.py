@@ -14,11 +14,15 @@ class Op(Enum):
 
     F = "F"  # forward of one microbatch
     B = "B"  # backward of one microbatch: input and weight gradients
+    I = "I"  # noqa: E741 - the first half of a split backward: the gradient of the input
+    W = "W"  # the second half: the gradients of the weights
+    TIE = "T"  # the tied embedding's gradient is handed in; couples the first and the last stage
     NORM = "N"  # the stage's share of the global gradient norm is handed in; couples all stages
+    RESULT = "R"  # the rank learns loss, norm and whether to stop; stands at its lowest stage
     STEP = "S"  # the gradient of `step` is absorbed; weight version step + 1 is written
 
 
-COMPUTE_OPS = frozenset({Op.F, Op.B})
+COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Action:
         return f"{self.stage}{self.op.value}{self.step}{tail}"
 
 
-_PATTERN = re.compile(r"(\d+)([FBNS])(-?\d+)(?:\.(\d+))?")
+_PATTERN = re.compile(r"(\d+)([FBIWTNRS])(-?\d+)(?:\.(\d+))?")
 
 
 def parse_action(text: str) -> Action:

@@ -2,38 +2,61 @@
 
 from html import escape
 
-from megaasync.schedules.action import COMPUTE_OPS, Op
+from megaasync.schedules.action import COMPUTE_OPS, Action, Op
 from megaasync.schedules.schedule import PipelineSchedule
 from megaasync.schedules.simulation import Costs, Span, simulate
 
 
-def render_text(schedule: PipelineSchedule, *, num_steps: int) -> str:
-    """The planned timeline, one column per unit of time, forward one unit and backward two.
+def chunk_of(action: Action, num_ranks: int) -> int:
+    """Which of its rank's stages an action is of, counted in the order of the model."""
+    return action.stage // num_ranks
 
-    Letters are microbatches, digits are steps: ``B1c`` is the backward of the third microbatch of step 1.
+
+def render_text(schedule: PipelineSchedule, *, num_steps: int) -> str:
+    """The planned timeline, one column per unit of time: F, I and W take one unit, B two.
+
+    Letters are microbatches, digits are steps: ``B1c`` is the backward of the third microbatch of step 1. An
+    apostrophe marks a rank's second stage, and so on.
     """
-    spans = simulate(schedule, num_steps=num_steps, costs=Costs(forward=1, backward=2))
+    spans = simulate(schedule, num_steps=num_steps, costs=Costs(forward=1, backward=2, weight=1))
+    chunks = schedule.num_stages // schedule.num_ranks
+    width = 3 + chunks - 1
     rows = []
     for rank in range(schedule.num_ranks):
         cells: list[str] = []
         for span in (s for s in spans if s.rank == rank and s.action.op in COMPUTE_OPS):
             cells += ["."] * (round(span.start) - len(cells))
             microbatch = chr(ord("a") + (span.action.microbatch or 0) % 26)
-            cells += [f"{span.action.op.value}{span.action.step}{microbatch}"]
+            mark = "'" * chunk_of(span.action, schedule.num_ranks)
+            cells += [f"{span.action.op.value}{span.action.step}{microbatch}{mark}"]
             cells += ["---"] * (round(span.end - span.start) - 1)
-        rows.append(f"rank {rank} |" + " ".join(cell.ljust(3) for cell in cells).rstrip())
+        rows.append(f"rank {rank} |" + " ".join(cell.ljust(width) for cell in cells).rstrip())
     return "\n".join(rows)
 
 
 _HUES = (212, 28, 140, 280, 0, 180)
-_ROW, _LEFT, _WIDTH = 34, 62, 1100
+_LIGHTNESS = {Op.F: 74, Op.B: 50, Op.I: 56, Op.W: 40}
+_ROW, _STRIP, _GAP, _LEFT, _WIDTH = 28, 9, 6, 62, 1100
 
 
-def _color(span: Span) -> str:
-    if span.action.op is Op.STEP:
-        return "#444"
+def _color(span: Span, num_ranks: int) -> str:
+    if span.action.op not in COMPUTE_OPS:
+        return {Op.STEP: "#333", Op.NORM: "#888"}.get(span.action.op, "#bbb")
     hue = _HUES[span.action.step % len(_HUES)]
-    return f"hsl({hue} 70% {72 if span.action.op is Op.F else 52}%)"
+    saturation = 70 - 38 * min(chunk_of(span.action, num_ranks), 1)
+    return f"hsl({hue} {saturation}% {_LIGHTNESS[span.action.op]}%)"
+
+
+def _legend(spans: list[Span]) -> str:
+    ops = {span.action.op for span in spans}
+    shades = ["light = forward (F)"]
+    shades += ["dark = backward (B)"] if Op.B in ops else []
+    shades += ["middle = input gradient (I)", "dark = weight gradient (W)"] if Op.W in ops else []
+    chunks = {span.action.stage for span in spans if span.action.op in COMPUTE_OPS}
+    shades += ["pale = the rank's later stages"] if len(chunks) > len({span.rank for span in spans}) else []
+    shades += ["grey = norm and optimizer step"]
+    shades += ["the strip below a rank runs in the background"] if any(span.beside for span in spans) else []
+    return "colour = step; " + ", ".join(shades) + "; number = microbatch"
 
 
 def render_svg(
@@ -41,7 +64,7 @@ def render_svg(
 ) -> str:
     """A timeline of all ranks as a self-contained SVG element.
 
-    Colour is the step; light is forward, dark is backward, grey is the optimizer step; the number is the microbatch.
+    Colour is the step, lightness the operation, the number the microbatch; background work stands in a strip below.
 
     Args:
         spans: what to draw; zero-length spans are left out.
@@ -54,35 +77,41 @@ def render_svg(
     start = min(span.start for span in spans) if start is None else start
     end = max(span.end for span in spans) if end is None else end
     ranks = sorted({span.rank for span in spans})
+    strip = _STRIP if any(span.beside and span.end > span.start for span in spans) else 0
+    pitch = _ROW + strip + _GAP
     scale = (_WIDTH - _LEFT - 10) / max(end - start, 1e-12)
-    height = 30 + _ROW * len(ranks) + 34
+    height = 30 + pitch * len(ranks) + 34
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
         f'font-size="11" role="img"><title>{escape(title)}</title>',
+        f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>',
         f'<text x="4" y="16" font-size="14">{escape(title)}</text>',
     ]
     for row, rank in enumerate(ranks):
-        top = 28 + _ROW * row
+        top = 28 + pitch * row
         parts.append(f'<text x="4" y="{top + 18}">rank {rank}</text>')
         parts.append(
-            f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH - _LEFT - 10}" height="{_ROW - 6}" fill="none" stroke="#ccc"/>'
+            f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH - _LEFT - 10}" height="{_ROW + strip}" fill="none" '
+            'stroke="#ccc"/>'
         )
         for span in spans:
             left, right = max(span.start, start), min(span.end, end)
             if span.rank != rank or right <= left:
                 continue
             x, width = _LEFT + (left - start) * scale, (right - left) * scale
+            y, tall = (top + _ROW, strip) if span.beside else (top, _ROW)
             parts.append(
-                f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_ROW - 6}" fill="{_color(span)}" '
+                f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{tall}" fill="{_color(span, len(ranks))}" '
                 f'stroke="#fff" stroke-width="0.5"><title>{span.action}: {left - start:.4g} to {right - start:.4g} '
                 f"{escape(unit)}</title></rect>"
             )
             if width > 11 and span.action.microbatch is not None:
+                ink = "#222" if span.action.op is Op.F else "#fff"
                 parts.append(
-                    f'<text x="{x + width / 2:.2f}" y="{top + 18}" text-anchor="middle" fill="#fff">'
+                    f'<text x="{x + width / 2:.2f}" y="{top + 18}" text-anchor="middle" fill="{ink}">'
                     f"{span.action.microbatch}</text>"
                 )
-    axis = 28 + _ROW * len(ranks) + 12
+    axis = 28 + pitch * len(ranks) + 12
     for tick in range(6):
         x = _LEFT + (_WIDTH - _LEFT - 10) * tick / 5
         anchor = "end" if tick == 5 else "middle"
@@ -90,7 +119,6 @@ def render_svg(
             f'<text x="{x:.1f}" y="{axis}" text-anchor="{anchor}" fill="#555">{(end - start) * tick / 5:.3g}</text>'
         )
     parts.append(
-        f'<text x="{_LEFT}" y="{axis + 16}" fill="#555">time ({escape(unit)}); colour = step, light = forward, '
-        "dark = backward, grey = optimizer step, number = microbatch</text></svg>"
+        f'<text x="{_LEFT}" y="{axis + 16}" fill="#555">time ({escape(unit)}); {escape(_legend(spans))}</text></svg>'
     )
     return "".join(parts)

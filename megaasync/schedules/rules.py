@@ -1,8 +1,9 @@
 """The rules that every unrolled table must keep, one named function each; the error shows the table with an arrow."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from megaasync.schedules.action import Action, Op
+from megaasync.schedules.action import COMPUTE_OPS, Action, Op
 from megaasync.schedules.schedule import PipelineSchedule, ScheduleError, unroll_all
 
 Table = list[list[Action]]
@@ -29,15 +30,16 @@ def _positions(table: Table) -> Iterator[tuple[int, int, Action]]:
 
 
 def check_complete(schedule: PipelineSchedule, table: Table, steps: range) -> None:
-    """Every (stage, step, microbatch) has one F and one B; every (stage, step) one NORM and one STEP."""
+    """Every (stage, step, microbatch) has one F and one B, or I and W; every (stage, step) one NORM and one STEP."""
     seen: dict[Action, int] = {}
     for rank, index, action in _positions(table):
         if action in seen:
             _fail(table, rank, index, "complete", f"{action} stands twice")
         seen[action] = rank
+    ops = (Op.F, Op.I, Op.W) if schedule.splits_backward else (Op.F, Op.B)
     for stage in range(schedule.num_stages):
         for step in steps:
-            wanted = [Action(op, stage, step, mb) for op in (Op.F, Op.B) for mb in range(schedule.num_microbatches)]
+            wanted = [Action(op, stage, step, mb) for op in ops for mb in range(schedule.num_microbatches)]
             for action in [*wanted, Action(Op.NORM, stage, step), Action(Op.STEP, stage, step)]:
                 if action not in seen:
                     raise ScheduleError(f"complete: {action} is missing")
@@ -51,16 +53,22 @@ def check_placed(schedule: PipelineSchedule, table: Table, steps: range) -> None
 
 
 def check_ordered(schedule: PipelineSchedule, table: Table, steps: range) -> None:
-    """F before B of a microbatch; all B of a step before its NORM; NORM before STEP."""
+    """F before B or I before W of a microbatch; all gradients of a step before TIE before NORM; NORM before STEP."""
+    gradients = (Op.I, Op.W) if schedule.splits_backward else (Op.B,)
     for rank, actions in enumerate(table):
         seen: set[Action] = set()
+        present = set(actions)
         for index, action in enumerate(actions):
             stage, step = action.stage, action.step
             needs = []
-            if action.op is Op.B:
+            if action.op in (Op.B, Op.I):
                 needs = [Action(Op.F, stage, step, action.microbatch)]
-            elif action.op is Op.NORM:
-                needs = [Action(Op.B, stage, step, mb) for mb in range(schedule.num_microbatches)]
+            elif action.op is Op.W:
+                needs = [Action(Op.I, stage, step, action.microbatch)]
+            elif action.op in (Op.TIE, Op.NORM):
+                needs = [Action(op, stage, step, mb) for op in gradients for mb in range(schedule.num_microbatches)]
+                if action.op is Op.NORM and (tie := Action(Op.TIE, stage, step)) in present:
+                    needs.append(tie)
             elif action.op is Op.STEP:
                 needs = [Action(Op.NORM, stage, step)]
             for need in needs:
@@ -70,37 +78,96 @@ def check_ordered(schedule: PipelineSchedule, table: Table, steps: range) -> Non
 
 
 def check_versioned(schedule: PipelineSchedule, table: Table, steps: range) -> None:
-    """The version that a step uses was made by an earlier STEP on the same rank.
-
-    That no newer one overwrote it follows from `ordered`: STEP t comes after every use of version t - delay.
-    """
+    """The version that a step uses was made by an earlier STEP on the same rank."""
     for rank, actions in enumerate(table):
-        newest = {stage: steps.start for stage in schedule.stages_of(rank)}
+        newest = {stage: schedule.version(stage=stage, step=steps.start) for stage in schedule.stages_of(rank)}
         for index, action in enumerate(actions):
             if action.op is Op.STEP:
                 newest[action.stage] = action.step + 1
-            elif action.op in (Op.F, Op.B):
+            elif action.op in COMPUTE_OPS:
                 need = schedule.version(stage=action.stage, step=action.step)
                 if need > newest[action.stage]:
                     why = f"{action} needs weight version {need}, which {action.stage}S{need - 1} makes only later"
                     _fail(table, rank, index, "versioned", why)
 
 
-def _messages(table: Table, op: Op, stage: int) -> list[tuple[int, int | None]]:
-    return [(a.step, a.microbatch) for actions in table for a in actions if a.op is op and a.stage == stage]
+def check_fits(schedule: PipelineSchedule, table: Table, steps: range) -> None:
+    """A rank holds no more activations than the schedule says, and no STEP writes over a version in use."""
+    closing = Op.W if schedule.splits_backward else Op.B
+    for rank, actions in enumerate(table):
+        alive: set[tuple[int, int, int | None]] = set()
+        for index, action in enumerate(actions):
+            key = (action.stage, action.step, action.microbatch)
+            if action.op is Op.F:
+                alive.add(key)
+                if len(alive) > schedule.in_flight[rank]:
+                    why = (
+                        f"{action} is activation number {len(alive)}, more than the {schedule.in_flight[rank]} allowed"
+                    )
+                    _fail(table, rank, index, "fits", why)
+            elif action.op is closing:
+                alive.discard(key)
+            elif action.op is Op.STEP:
+                slots = schedule.num_versions[action.stage]
+                for stage, step, microbatch in alive:
+                    used = schedule.version(stage=stage, step=step)
+                    if stage == action.stage and (action.step + 1 - used) % slots == 0:
+                        why = f"{action} writes over version {used}, which {stage}F{step}.{microbatch} still needs"
+                        _fail(table, rank, index, "fits", why)
+
+
+def messages(schedule: PipelineSchedule, op: Op, sender: int, actions: list[Action]) -> dict[int, list[Action]]:
+    """What a rank's F (forward) or B and I (backward) actions send to other ranks, by receiving rank, in order.
+
+    A message is named by the action that takes it.
+    """
+    offset = 1 if op is Op.F else -1
+    sent: dict[int, list[Action]] = defaultdict(list)
+    for action in actions:
+        same_way = action.op is Op.F if op is Op.F else action.op in (Op.B, Op.I)
+        stage = action.stage + offset
+        if not same_way or not 0 <= stage < schedule.num_stages:
+            continue
+        receiver = schedule.rank_of_stage[stage]
+        if receiver != sender:
+            sent[receiver].append(Action(action.op, stage, action.step, action.microbatch))
+    return sent
 
 
 def check_fifo(schedule: PipelineSchedule, table: Table, steps: range) -> None:
-    """Between neighbouring stages, messages are received in the order in which they are sent."""
-    for stage in range(schedule.num_stages - 1):
-        for op, sender, receiver in ((Op.F, stage, stage + 1), (Op.B, stage + 1, stage)):
-            sent, received = _messages(table, op, sender), _messages(table, op, receiver)
-            for number, (given, taken) in enumerate(zip(sent, received, strict=True)):
-                if given != taken:
-                    raise ScheduleError(
-                        f"fifo: message {number} from stage {sender} is {op.value}{given[0]}.{given[1]}, but stage "
-                        f"{receiver} wants {op.value}{taken[0]}.{taken[1]}"
-                    )
+    """Between two ranks, messages of one direction are received in the order in which they are sent."""
+    for op, offset in ((Op.F, 1), (Op.B, -1)):
+        for sender, actions in enumerate(table):
+            for receiver, sent in messages(schedule, op, sender, actions).items():
+                taken = [
+                    action
+                    for action in table[receiver]
+                    if (action.op is Op.F if op is Op.F else action.op in (Op.B, Op.I))
+                    and 0 <= action.stage - offset < schedule.num_stages
+                    and schedule.rank_of_stage[action.stage - offset] == sender
+                ]
+                for number, (given, wanted) in enumerate(zip(sent, taken, strict=True)):
+                    if given != wanted:
+                        raise ScheduleError(
+                            f"fifo: message {number} from rank {sender} is for {given}, but rank {receiver} wants that "
+                            f"for {wanted}"
+                        )
+
+
+def waits_for(schedule: PipelineSchedule, action: Action) -> list[Action]:
+    """Actions on other stages that must be done before this one can be.
+
+    TIE and NORM are hand-ins and wait for nobody: what they couple is waited for by RESULT and STEP.
+    """
+    last = schedule.num_stages - 1
+    step = action.step
+    if action.op is Op.F and action.stage > 0:
+        return [Action(Op.F, action.stage - 1, step, action.microbatch)]
+    if action.op in (Op.B, Op.I) and action.stage < last:
+        return [Action(action.op, action.stage + 1, step, action.microbatch)]
+    if action.op is Op.RESULT or (action.op is Op.STEP and schedule.clip == "global"):
+        return [Action(Op.NORM, stage, step) for stage in range(schedule.num_stages)]
+    return []
 
 
 def check_live(schedule: PipelineSchedule, table: Table, steps: range) -> None:
@@ -124,23 +191,12 @@ def check_live(schedule: PipelineSchedule, table: Table, steps: range) -> None:
         raise ScheduleError("live: deadlock, " + ", ".join(stuck))
 
 
-def waits_for(schedule: PipelineSchedule, action: Action) -> list[Action]:
-    """Actions on other stages that must be done before this one can be."""
-    last = schedule.num_stages - 1
-    if action.op is Op.F and action.stage > 0:
-        return [Action(Op.F, action.stage - 1, action.step, action.microbatch)]
-    if action.op is Op.B and action.stage < last:
-        return [Action(Op.B, action.stage + 1, action.step, action.microbatch)]
-    if action.op is Op.STEP:
-        return [Action(Op.NORM, stage, action.step) for stage in range(schedule.num_stages)]
-    return []
-
-
 RULES: tuple[Callable[[PipelineSchedule, Table, range], None], ...] = (
     check_placed,
+    check_complete,
     check_ordered,
     check_versioned,
-    check_complete,
+    check_fits,
     check_fifo,
     check_live,
 )
@@ -162,4 +218,6 @@ def check(schedule: PipelineSchedule, *, num_steps: int = 4) -> None:
     Raises:
         ScheduleError: names the rule and shows the place.
     """
-    check_table(schedule, unroll_all(schedule, num_steps=num_steps), steps=range(num_steps))
+    first = schedule.since
+    table = unroll_all(schedule, num_steps=num_steps, first_step=first)
+    check_table(schedule, table, steps=range(first, first + num_steps))

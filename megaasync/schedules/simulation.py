@@ -1,9 +1,10 @@
-"""From a table and costs to a timeline, and from a timeline to figures: bubble, activations, slack.
+"""From a table and costs to a timeline.
 
 Costs and times share one unit, which is the caller's.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from megaasync.schedules.action import COMPUTE_OPS, Action, Op
 from megaasync.schedules.rules import waits_for
@@ -12,51 +13,115 @@ from megaasync.schedules.schedule import PipelineSchedule, ScheduleError, unroll
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Cost of each operation on any stage, and of one hop between neighbouring stages."""
+    """What each action takes.
+
+    Attributes:
+        forward, backward: of one microbatch on one stage.
+        weight: the part of a backward that is its weight gradients (W); the rest is its input gradients (I).
+        reduce: per stage and step, before the norm is handed in: the data-parallel reduction.
+        step: per stage and step: the optimizer and the publication of the new version.
+        hop: from the end of an action to the moment its message can be used on another rank.
+        scale: per stage, a factor on forward, backward and step; empty for equal stages.
+    """
 
     forward: float = 1.0
     backward: float = 2.0
+    weight: float = 1.0
+    reduce: float = 0.0
     step: float = 0.0
     hop: float = 0.0
+    scale: tuple[float, ...] = ()
 
-    def of(self, op: Op) -> float:
-        """Time that the operation keeps its rank."""
-        return {Op.F: self.forward, Op.B: self.backward, Op.NORM: 0.0, Op.STEP: self.step}[op]
+    def of(self, op: Op, stage: int) -> float:
+        """Time that the operation takes."""
+        base = {
+            Op.F: self.forward,
+            Op.B: self.backward,
+            Op.I: self.backward - self.weight,
+            Op.W: self.weight,
+            Op.NORM: self.reduce,
+            Op.STEP: self.step,
+        }.get(op, 0.0)
+        return base * self.scale[stage] if self.scale and op is not Op.NORM else base
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action of one rank, from start to end."""
+    """One action of one rank, from start to end; `beside` if it ran in the background of other actions."""
 
     rank: int
     action: Action
     start: float
     end: float
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleReport:
-    """What a schedule costs, read off its table.
+class _Task:
+    """One item of a lane. `key` is what others wait for; None leaves no mark."""
 
-    Attributes:
-        bubble: idle share of a long run's steady state, over all ranks.
-        versions: weight versions held, per stage.
-        activations: microbatches in flight at most, per stage.
-        gradient_buffers: gradient sums alive at once at most, per stage.
-        slack: per stage, time between the moment all stages have handed in their norm and the STEP that needs it.
+    action: Action
+    key: tuple[str, Action]
+    cost: float
+    needs: tuple[tuple[tuple[str, Action], float], ...]  # what must be done, and the hop after it
+
+
+def _lanes(
+    schedule: PipelineSchedule, table: list[list[Action]], costs: Costs, *, overlap: bool
+) -> Iterator[tuple[int, bool, list[_Task]]]:
+    """(rank, beside, tasks) of every line of work. With overlap a rank has two: its table, and its background.
+
+    In the background, TIE and NORM begin when the table has handed them in, and each stage's STEP when all stages'
+    norms are known; the table's own STEP then only waits.
     """
-
-    bubble: float
-    versions: tuple[int, ...]
-    activations: tuple[int, ...]
-    gradient_buffers: tuple[int, ...]
-    slack: tuple[float, ...]
+    hand_ins = (Op.TIE, Op.NORM)
+    for rank, actions in enumerate(table):
+        main, background = [], []
+        waiting: dict[int, list[Action]] = {}
+        for action in actions:
+            needs = []
+            for need in waits_for(schedule, action):
+                crosses = action.op in COMPUTE_OPS and schedule.rank_of_stage[need.stage] != rank
+                needs.append((("done", need), costs.hop if crosses else 0.0))
+            cost = costs.of(action.op, action.stage)
+            if not overlap or action.op in COMPUTE_OPS:
+                main.append(_Task(action, ("done", action), cost, tuple(needs)))
+            elif action.op in hand_ins:
+                main.append(_Task(action, ("handed", action), 0.0, ()))
+                background.append(_Task(action, ("done", action), cost, ((("handed", action), 0.0), *needs)))
+                if action.op is Op.NORM:
+                    of_step = waiting.setdefault(action.step, [])
+                    of_step.append(action)
+                    if len(of_step) == len(schedule.stages_of(rank)):
+                        for norm in sorted(of_step, key=lambda one: one.stage):
+                            step = Action(Op.STEP, norm.stage, norm.step)
+                            step_needs = tuple((("done", need), 0.0) for need in waits_for(schedule, step))
+                            background.append(_Task(step, ("done", step), costs.of(Op.STEP, norm.stage), step_needs))
+            elif action.op is Op.STEP:
+                main.append(_Task(action, ("seen", action), 0.0, ((("done", action), 0.0),)))
+            else:
+                main.append(_Task(action, ("done", action), 0.0, tuple(needs)))
+        yield rank, False, main
+        if overlap:
+            yield rank, True, background
 
 
 def simulate(
-    schedule: PipelineSchedule, *, num_steps: int, costs: Costs | None = None, settle: bool = True
+    schedule: PipelineSchedule,
+    *,
+    num_steps: int,
+    costs: Costs | None = None,
+    settle: bool = True,
+    overlap: bool = False,
 ) -> list[Span]:
-    """Run the table with every rank working in order and every receive blocking.
+    """Run the table from step 0, with every rank working in order and every receive blocking.
+
+    Args:
+        schedule: the tables.
+        num_steps: steps from an empty to an empty pipeline.
+        costs: of actions and hops.
+        settle: apply the gradients that the delay leaves pending.
+        overlap: reduction, norm and optimizer step run in the background, as the engine does.
 
     Returns:
         Spans of all ranks, in order of start within each rank.
@@ -64,25 +129,24 @@ def simulate(
     Raises:
         ScheduleError: the table deadlocks.
     """
-    costs = costs or Costs()
+    costs, schedule = costs or Costs(), replace(schedule, since=0)
     table = unroll_all(schedule, num_steps=num_steps, settle=settle)
-    ended: dict[Action, float] = {}
+    ended: dict[tuple[str, Action], float] = {}
     spans: list[Span] = []
-    clock, at = [0.0] * len(table), [0] * len(table)
-    remaining = sum(len(actions) for actions in table)
+    lanes = list(_lanes(schedule, table, costs, overlap=overlap))
+    clock, at = [0.0] * len(lanes), [0] * len(lanes)
+    remaining = sum(len(tasks) for _, _, tasks in lanes)
     while remaining:
         moved = False
-        for rank, actions in enumerate(table):
-            while at[rank] < len(actions):
-                action = actions[at[rank]]
-                needs = waits_for(schedule, action)
-                if any(need not in ended for need in needs):
+        for lane, (rank, beside, tasks) in enumerate(lanes):
+            while at[lane] < len(tasks):
+                task = tasks[at[lane]]
+                if any(key not in ended for key, _ in task.needs):
                     break
-                hop = costs.hop if action.op in COMPUTE_OPS else 0.0
-                start = max([clock[rank], *(ended[need] + hop for need in needs)])
-                clock[rank] = ended[action] = start + costs.of(action.op)
-                spans.append(Span(rank, action, start, clock[rank]))
-                at[rank] += 1
+                start = max([clock[lane], *(ended[key] + hop for key, hop in task.needs)])
+                clock[lane] = ended[task.key] = start + task.cost
+                spans.append(Span(rank, task.action, start, clock[lane], beside))
+                at[lane] += 1
                 remaining -= 1
                 moved = True
         if not moved:
@@ -93,57 +157,10 @@ def simulate(
 def bubble_of(spans: list[Span], *, num_ranks: int, first_step: int, last_step: int) -> float:
     """Idle share from the first F of `first_step` to the last action of `last_step`, on any rank.
 
-    Idle is all time outside F and B; the same definition serves simulated and measured spans (CONTRACT.md).
+    Idle is all time outside F, B, I and W; the same definition serves simulated and measured spans (CONTRACT.md).
     """
     start = min(span.start for span in spans if span.action.step == first_step and span.action.op is Op.F)
     compute = [span for span in spans if span.action.op in COMPUTE_OPS]
     end = max(span.end for span in spans if span.action.step == last_step)
     busy = sum(max(min(span.end, end) - max(span.start, start), 0.0) for span in compute)
     return 1.0 - busy / (num_ranks * (end - start))
-
-
-def _most_alive(actions: list[Action], stage: int, opens: Op, closes: Op, *, per_step: bool) -> int:
-    alive: set[tuple[int, int | None]] = set()
-    most = 0
-    for action in actions:
-        if action.stage != stage:
-            continue
-        key = (action.step, None if per_step else action.microbatch)
-        if action.op is opens:
-            alive.add(key)
-            most = max(most, len(alive))
-        elif action.op is closes:
-            alive.discard(key)
-    return most
-
-
-def report(schedule: PipelineSchedule, *, costs: Costs | None = None) -> ScheduleReport:
-    """Read the figures of a schedule off a few simulated steps.
-
-    The bubble is that of a long run: the time per step between two late steps, against the compute in it.
-    """
-    costs = costs or Costs()
-    steps = 8
-    spans = simulate(schedule, num_steps=steps, costs=costs)
-    table = unroll_all(schedule, num_steps=steps)
-    norm_done = {
-        step: max(span.end for span in spans if span.action.op is Op.NORM and span.action.step == step)
-        for step in range(steps)
-    }
-    middle = steps // 2
-    period = norm_done[middle + 1] - norm_done[middle]
-    stages_per_rank = schedule.num_stages / schedule.num_ranks
-    compute = stages_per_rank * schedule.num_microbatches * (costs.forward + costs.backward)
-    slack = []
-    for stage in range(schedule.num_stages):
-        step_start = next(s.start for s in spans if s.action == Action(Op.STEP, stage, middle))
-        slack.append(max(step_start - norm_done[middle], 0.0))
-    stages = range(schedule.num_stages)
-    actions_of = [table[schedule.rank_of_stage[stage]] for stage in stages]
-    return ScheduleReport(
-        bubble=1.0 - compute / period,
-        versions=schedule.num_versions,
-        activations=tuple(_most_alive(actions_of[s], s, Op.F, Op.B, per_step=False) for s in stages),
-        gradient_buffers=tuple(_most_alive(actions_of[s], s, Op.B, Op.STEP, per_step=True) for s in stages),
-        slack=tuple(slack),
-    )

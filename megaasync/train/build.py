@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
 from torch import distributed as dist
 
+from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import IndexedData, SyntheticData, TrainConfig
 from megaasync.data.indexed_dataset import IndexedDataset
 from megaasync.data.microbatches import TokenSequences, TrainingMicrobatches, ValidationMicrobatches
@@ -16,18 +18,19 @@ from megaasync.data.synthetic import MarkovSource
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.p2p import TensorSpec
 from megaasync.models.initialize import initialize_
-from megaasync.models.partition import deal_layers
-from megaasync.models.transformer import DecoderStage
+from megaasync.models.transformer import TIED_PARAMETER, DecoderStage
 from megaasync.nn.precision import at_least_float32
 from megaasync.observe.trace import Recorder
 from megaasync.optim.flat_layout import FlatLayout
 from megaasync.optim.lr_schedule import lr_schedule
 from megaasync.optim.routing import route_parameters
 from megaasync.optim.stage_optimizer import StageOptimizer
+from megaasync.pipeline.channels import Channels, Transport
 from megaasync.pipeline.executor import Executor
 from megaasync.pipeline.stage import PipelineStage
-from megaasync.schedules import PipelineSchedule, ScheduleReport, check, report
-from megaasync.train.plan import DTYPES, build_schedule
+from megaasync.pipeline.updates import Updates
+from megaasync.schedules import PipelineSchedule, check
+from megaasync.train.plan import DTYPES, StageNeeds, layers_of_stages, needs_of
 from megaasync.train.trainer import Observer, Trainer
 
 
@@ -71,10 +74,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def build_stage(
-    config: TrainConfig, schedule: PipelineSchedule, figures: ScheduleReport, *, index: int, device: torch.device
+    config: TrainConfig, schedule: PipelineSchedule, needs: StageNeeds, *, index: int, device: torch.device
 ) -> PipelineStage:
     """One stage with its weights, versions, gradient sums and optimizer."""
-    layers = deal_layers(config.model, num_stages=schedule.num_stages)[index]
+    layers = layers_of_stages(config)[index]
     dtype = DTYPES[config.train.dtype]
     with _default_dtype(dtype), device:
         module = DecoderStage(config.model, layers)
@@ -87,7 +90,6 @@ def build_stage(
         [parameter.detach() for parameter in parameters.values()],
         dtype=at_least_float32(dtype),
         learning_rate=lr_schedule(config.train, peak=config.optimizer.lr),
-        error_feedback=config.correction.name == "error_feedback",
     )
     return PipelineStage(
         module,
@@ -95,9 +97,32 @@ def build_stage(
         optimizer,
         index=index,
         num_stages=schedule.num_stages,
-        num_versions=figures.versions[index],
-        num_gradient_buffers=figures.gradient_buffers[index],
+        num_versions=needs.versions[index],
+        num_gradient_buffers=needs.gradient_buffers[index],
+        splits_backward=schedule.splits_backward,
+        tied_parameter=TIED_PARAMETER if schedule.is_tied and index in (0, schedule.num_stages - 1) else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Process groups of one rank; None where it is alone."""
+
+    all: dist.ProcessGroup | None
+    by_use: dict[str, dist.ProcessGroup | None]
+
+
+def _make_groups(schedule: PipelineSchedule, *, several: bool, timeout: timedelta) -> _Groups:
+    """One group per direction, one for the norm, which a thread of its own uses, and one for what all do together."""
+
+    def new(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
+        return dist.new_group(ranks, timeout=timeout) if several else None
+
+    by_use = {name: new() for name in ("forward", "backward", "norm")}
+    if schedule.is_tied:
+        ends = sorted({schedule.rank_of_stage[0], schedule.rank_of_stage[-1]})
+        by_use["tied"] = new(ends) if len(ends) == 2 else None
+    return _Groups(new(), by_use)
 
 
 def build_trainer(
@@ -120,22 +145,47 @@ def build_trainer(
     Raises:
         DataError: the tokens cannot be used.
     """
-    schedule = build_schedule(config)
-    check(schedule)
-    figures = report(schedule)
+    phases = phases_of(config)
+    for phase in phases:
+        check(phase.schedule)
+    schedule = phases[0].schedule  # all phases have the same stages on the same ranks
+    needs = needs_of(phases)
     tokens = _load_tokens(config, prepared)
     rank, several = environment.rank, environment.world_size > 1
-    groups = {name: dist.new_group() if several else None for name in ("forward", "backward", "norm")}
-    stages = [build_stage(config, schedule, figures, index=index, device=device) for index in schedule.stages_of(rank)]
+    timeout = timedelta(seconds=config.parallel.timeout_seconds)
+    groups = _make_groups(schedule, several=several, timeout=timeout)
+    stages = [build_stage(config, schedule, needs, index=index, device=device) for index in schedule.stages_of(rank)]
     is_cpu = device.type == "cpu"
     recorder = Recorder(
         rank,
         traced=config.logging.trace,
-        synchronize=None if is_cpu else torch.cuda.synchronize,
+        synchronize=None if is_cpu else lambda: torch.cuda.current_stream(device).synchronize(),
         enabled=is_cpu or config.logging.trace,
     )
+    spec = TensorSpec(
+        (config.train.micro_batch_size, config.model.seq_length, config.model.hidden_size),
+        DTYPES[config.train.dtype],
+        device,
+    )
+    transport = Transport(
+        spec,
+        posted_ahead=2 + 2 * config.schedule.extra_in_flight,
+        # a send to a neighbour is taken at the latest when its answer is needed, microbatches in flight later
+        max_outstanding=max(max(phase.schedule.in_flight) for phase in phases) + 2,
+        timeout=timeout,
+    )
+    updates = Updates(
+        stages,
+        num_stages=schedule.num_stages,
+        clip_grad_norm=config.train.clip_grad_norm,
+        groups=groups.by_use,
+        corrects=config.correction.name == "error_feedback",
+        overlap=config.schedule.overlap_step,
+        device=device,
+        timeout=timeout,
+        recorder=recorder,
+    )
     executor = Executor(
-        schedule,
         stages,
         TrainingMicrobatches(
             tokens.train,
@@ -144,16 +194,11 @@ def build_trainer(
             seed=config.train.seed,
             device=device,
         ),
+        updates,
+        Channels(schedule.rank_of_stage, rank=rank, transport=transport, groups=groups.by_use),
         rank=rank,
-        spec=TensorSpec(
-            (config.train.micro_batch_size, config.model.seq_length, config.model.hidden_size),
-            DTYPES[config.train.dtype],
-            device,
-        ),
-        groups=groups,
-        clip_grad_norm=config.train.clip_grad_norm,
-        # a send to a neighbour is taken at the latest when its answer is needed, microbatches in flight later
-        max_outstanding=max(figures.activations) + 2,
+        device=device,
+        group=groups.all,
         recorder=recorder,
     )
     validation = tokens.validation and ValidationMicrobatches(
@@ -162,4 +207,4 @@ def build_trainer(
         limit=config.train.eval_sequences,
         device=device,
     )
-    return Trainer(config, schedule, executor, validation, recorder=recorder, observer=observer)
+    return Trainer(config, phases, executor, validation, recorder=recorder, observer=observer)

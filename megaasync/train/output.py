@@ -6,14 +6,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import TrainConfig
 from megaasync.observe.progress import Progress
 from megaasync.observe.report import metric_curves, render_facts, render_page, show
 from megaasync.observe.run_files import MetricsFile, read_metrics, write_json, write_text
 from megaasync.observe.trace import Timeline, write_chrome_trace
 from megaasync.observe.tracker import WandbTracker
-from megaasync.schedules import render_svg, report, simulate
-from megaasync.train.plan import build_schedule, make_plan, render_plan
+from megaasync.schedules import render_svg, simulate
+from megaasync.train.plan import main_schedule, make_plan, render_plan
 from megaasync.train.trainer import TrainOutcome
 
 _STEPS_DRAWN = 3
@@ -39,7 +40,9 @@ class RunOutput:
     def begin(self, *, has_validation: bool) -> None:
         """Training is about to begin: everything that a wrong config or file can stop has been passed."""
         write_json(self._folder / "plan.json", self._plan)
-        self._metrics.write({"kind": "start", "step": 0, "checkpoint": None, "layout": self._plan["layout"]})
+        self._metrics.write(
+            {"kind": "start", "step": 0, "checkpoint": None, "layout": self._plan["layout"], "clip": self._plan["clip"]}
+        )
         self._progress.__enter__()
         self._progress.say(render_plan(self._plan))
         if not has_validation:
@@ -104,10 +107,10 @@ class RunOutput:
         }
 
     def _report(self, summary: Mapping[str, Any], rows: list[dict[str, Any]], timeline: Timeline) -> str:
-        schedule = build_schedule(self._config)
+        schedule = main_schedule(phases_of(self._config))
         planned = simulate(schedule, num_steps=_STEPS_DRAWN)
         drawings = render_svg(
-            planned, title=f"planned: {schedule.name}, bubble {report(schedule).bubble:.1%}", unit="forwards"
+            planned, title=f"planned: {schedule.name}, bubble {self._plan['bubble']:.1%}", unit="forwards"
         )
         middle = max(summary["steps"] // 2, 1)
         start, end = timeline.part(first_step=middle, last_step=middle + _STEPS_DRAWN - 1)

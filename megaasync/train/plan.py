@@ -1,26 +1,52 @@
 """The plan: what a layout needs and how its pipeline will run, from shapes alone; no weights are made."""
 
+import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import ModelConfig, TrainConfig
 from megaasync.models.partition import deal_layers
 from megaasync.models.transformer import DecoderStage
 from megaasync.nn.precision import at_least_float32
 from megaasync.optim.routing import Shape, route_parameters
-from megaasync.schedules import SCHEDULES, PipelineSchedule, report
+from megaasync.schedules import Phase, PipelineSchedule, report
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def build_schedule(config: TrainConfig) -> PipelineSchedule:
-    """The schedule that the config names, at the config's sizes."""
-    return SCHEDULES[config.schedule.name](
-        num_stages=config.parallel.pipeline, num_microbatches=config.num_microbatches
-    )
+@dataclass(frozen=True, slots=True)
+class StageNeeds:
+    """What each stage must hold, over all phases of a run: weight versions, gradient sums, microbatches in flight."""
+
+    versions: tuple[int, ...]
+    gradient_buffers: tuple[int, ...]
+    activations: tuple[int, ...]
+
+
+def needs_of(phases: tuple[Phase, ...]) -> StageNeeds:
+    """The most that any phase needs."""
+    figures = [report(phase.schedule) for phase in phases]
+
+    def most(name: str) -> tuple[int, ...]:
+        return tuple(max(column) for column in zip(*(getattr(one, name) for one in figures), strict=True))
+
+    return StageNeeds(most("versions"), most("gradient_buffers"), most("activations"))
+
+
+def main_schedule(phases: tuple[Phase, ...]) -> PipelineSchedule:
+    """The schedule that the config names, as against those of synchronous phases around it."""
+    return max((phase.schedule for phase in phases), key=lambda schedule: schedule.is_asynchronous)
+
+
+def layers_of_stages(config: TrainConfig) -> tuple[range, ...]:
+    """Layers of each stage, as the config deals them."""
+    num_stages = phases_of(config)[0].schedule.num_stages
+    return deal_layers(config.model, num_stages=num_stages, layers_per_stage=config.parallel.layers_per_stage)
 
 
 def stage_shapes(model: ModelConfig, layers: range) -> dict[str, Shape]:
@@ -49,14 +75,15 @@ def make_plan(config: TrainConfig) -> dict[str, Any]:
         units of one forward, with a backward of two; the rule and decay of each kind of parameter; tokens and
         communication per step.
     """
-    model, schedule = config.model, build_schedule(config)
+    model, phases = config.model, phases_of(config)
+    schedule, needs = main_schedule(phases), needs_of(phases)
     dtype = DTYPES[config.train.dtype]
     compute, main = dtype.itemsize, at_least_float32(dtype).itemsize
     figures = report(schedule)
     message = config.train.micro_batch_size * model.seq_length * model.hidden_size * compute
     stages, total, active = [], 0, 0
     routing: dict[tuple[str, str, float], list[int]] = {}
-    for index, layers in enumerate(deal_layers(model, num_stages=config.parallel.pipeline)):
+    for index, layers in enumerate(layers_of_stages(config)):
         shapes = stage_shapes(model, layers)
         count, used = count_parameters(shapes, model)
         total, active = total + count, active + used
@@ -73,24 +100,30 @@ def make_plan(config: TrainConfig) -> dict[str, Any]:
                 "rank": schedule.rank_of_stage[index],
                 "layers": [layers.start, layers.stop],
                 "parameters": count,
-                "weight_versions": figures.versions[index],
-                "microbatches_in_flight": figures.activations[index],
+                "weight_versions": needs.versions[index],
+                "microbatches_in_flight": needs.activations[index],
                 "bytes": {
-                    "weights": count * compute * figures.versions[index],
-                    "gradients": count * main * figures.gradient_buffers[index],
+                    "weights": count * compute * needs.versions[index],
+                    "gradients": count * main * needs.gradient_buffers[index],
                     "master": count * main,
                     "optimizer_state": state * main,
                 },
                 "slack": figures.slack[index],
             }
         )
-    neighbours = 2 * (config.parallel.pipeline - 1)
+    owners = schedule.rank_of_stage
+    crossings = 2 * sum(one != other for one, other in itertools.pairwise(owners))
     return {
         "total_parameters": total,
         "active_parameters": active,
         "world_size": config.world_size,
         "layout": {"tensor": 1, "expert": 1, "data": 1, "pipeline": config.parallel.pipeline},
         "schedule": schedule.name,
+        "phases": [
+            {"schedule": phase.schedule.name, "first_step": phase.first_step + 1, "last_step": phase.end_step}
+            for phase in phases
+        ],
+        "clip": schedule.clip,
         "correction": config.correction.name,
         "num_microbatches": schedule.num_microbatches,
         "tokens_per_step": config.train.global_batch_size * model.seq_length,
@@ -100,7 +133,7 @@ def make_plan(config: TrainConfig) -> dict[str, Any]:
             {"rule": rule, "role": role, "weight_decay": decay, "tensors": tensors, "parameters": parameters}
             for (rule, role, decay), (tensors, parameters) in routing.items()
         ],
-        "communication_bytes_per_step": neighbours * schedule.num_microbatches * message,
+        "communication_bytes_per_step": crossings * schedule.num_microbatches * message,
     }
 
 
@@ -119,6 +152,12 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         f"layout     {plan['layout']['pipeline']} pipeline stage(s), {plan['world_size']} rank(s)",
         f"schedule   {plan['schedule']}, correction {plan['correction']}, {plan['num_microbatches']} microbatches per "
         f"step, {plan['tokens_per_step']:,} tokens per step",
+        *(
+            f"phase      steps {phase['first_step']} to {phase['last_step']}: {phase['schedule']}"
+            for phase in plan["phases"]
+            if len(plan["phases"]) > 1
+        ),
+        *(["clipping   each stage by its own gradient norm"] if plan["clip"] == "stage" else []),
         f"bubble     {plan['bubble']:.1%} planned (forward 1, backward 2, no hop or step cost)",
     ]
     for stage in plan["stages"]:

@@ -15,8 +15,9 @@ from megaasync.data.microbatches import ValidationMicrobatches
 from megaasync.observe.trace import Recorder, Timeline, merge
 from megaasync.optim.lr_schedule import lr_multiplier
 from megaasync.pipeline import TrainingError
-from megaasync.pipeline.executor import Evaluation, Executor, StepResult
-from megaasync.schedules import PipelineSchedule
+from megaasync.pipeline.executor import Evaluation, Executor
+from megaasync.pipeline.updates import StepResult
+from megaasync.schedules import Phase
 
 
 class Observer(Protocol):
@@ -64,14 +65,14 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        schedule: PipelineSchedule,
+        phases: tuple[Phase, ...],
         executor: Executor,
         validation: ValidationMicrobatches | None,
         *,
         recorder: Recorder,
         observer: Observer | None = None,
     ) -> None:
-        self._config, self._schedule, self.executor = config, schedule, executor
+        self._config, self._phases, self.executor = config, phases, executor
         self._validation, self._recorder, self._observer = validation, recorder, observer
         self._tokens, self._last_loss = 0, None
         self._finish_times: list[float] = []  # first and newest, evaluations taken out
@@ -91,17 +92,18 @@ class Trainer:
         """Train from the first step to the last, or to a stop."""
         self._began = perf_counter()
         done, stopped = 0, False
-        for end in self._segment_ends():
-            for result in self.executor.run(done, end):
-                self._report(result)
+        for phase, end in self._segments():
+            settles = phase.settles and end == phase.end_step
+            for result in self.executor.run(phase, done, end, settle=settles):
+                self._report(result, staleness=phase.schedule.staleness(result.step))
                 done, stopped = result.step + 1, stopped or result.stop
-            if end < self._config.train.steps and not stopped:
-                stopped = self._evaluate(end).stop
+            if self._is_evaluated(end) and not stopped:
+                stopped = self._evaluate(end, phase).stop
             if stopped and done < self._config.train.steps:
                 return self._outcome("interrupted", done, None)
-        for _ in self.executor.run(done, done, settle=True):
+        for _ in self.executor.run(phase, done, done, settle=True):
             pass
-        evaluation = self._evaluate(done)
+        evaluation = self._evaluate(done, phase)
         self._check_final(evaluation.loss)
         return self._outcome("completed", done, evaluation.loss)
 
@@ -117,14 +119,20 @@ class Trainer:
                 "optimizer.lr or a longer train.warmup_steps"
             )
 
-    def _segment_ends(self) -> Iterator[int]:
-        """Steps after which the pipeline is emptied: before every evaluation, and at the end."""
-        steps, interval = self._config.train.steps, self._config.train.eval_interval
-        if interval is not None and self._validation is not None:
-            yield from range(interval, steps, interval)
-        yield steps
+    def _is_evaluated(self, done: int) -> bool:
+        """Whether an evaluation is due after so many steps; the one at the end is apart."""
+        interval = self._config.train.eval_interval
+        due = interval is not None and self._validation is not None and done % interval == 0
+        return due and done < self._config.train.steps
 
-    def _report(self, result: StepResult) -> None:
+    def _segments(self) -> Iterator[tuple[Phase, int]]:
+        """Phases and steps after which the pipeline is emptied: before evaluations, and where a phase ends."""
+        for phase in self._phases:
+            for done in range(phase.first_step + 1, phase.end_step + 1):
+                if done == phase.end_step or self._is_evaluated(done):
+                    yield phase, done
+
+    def _report(self, result: StepResult, *, staleness: int) -> None:
         step, tokens = result.step, result.tokens
         before = self._finish_times[-1] if self._finish_times else self._began
         finished = result.finished - self._evaluating
@@ -140,7 +148,7 @@ class Trainer:
                 "grad_norm": result.grad_norm,
                 "tokens": self._tokens,
                 "tokens_per_second": tokens / max(finished - before, 1e-9),
-                "staleness": self._schedule.staleness(step),
+                "staleness": staleness,
             }
         )
 
@@ -148,7 +156,7 @@ class Trainer:
         if self._observer is not None:
             self._observer.on_row(row)
 
-    def _evaluate(self, done: int) -> Evaluation:
+    def _evaluate(self, done: int, phase: Phase) -> Evaluation:
         """Validation loss of z, the newest master; under error feedback also of the published x.
 
         The pipeline is empty. z goes into the slot that the next update overwrites, so nothing in use is touched.
@@ -156,27 +164,25 @@ class Trainer:
         if self._validation is None:
             return Evaluation(None, False)
         start = perf_counter()
-        version = self.executor.num_updates
         row: dict[str, Any] = {"kind": "val", "step": done}
-        if max(self._schedule.delay) == 0:
-            of_z = self._loss_of(version)
-        else:
+        if phase.schedule.is_asynchronous:
             for stage in self.executor.stages:
-                stage.versions.flat(version + 1).copy_(stage.optimizer.master)
-            of_z = self._loss_of(version + 1)
+                if stage.versions.num_slots > 1:  # else it has no delay, and its only version is z
+                    stage.versions.flat(stage.num_updates + 1).copy_(stage.master)
+            of_z = self._loss_of(ahead=1)
+        else:
+            of_z = self._loss_of(ahead=0)
         row["loss"] = of_z.loss
-        if self._config.correction.name == "error_feedback" and not of_z.stop:
-            row["loss_x"] = self._loss_of(version).loss
+        if self._config.correction.name == "error_feedback" and phase.schedule.is_asynchronous and not of_z.stop:
+            row["loss_x"] = self._loss_of(ahead=0).loss
         self._recorder.add_pause(start)
         self._evaluating += perf_counter() - start
         if row["loss"] is not None:
             self._emit(row)
         return of_z
 
-    def _loss_of(self, version: int) -> Evaluation:
-        return self.executor.evaluate(
-            self._validation, num_microbatches=self._validation.num_microbatches, version=version
-        )
+    def _loss_of(self, *, ahead: int) -> Evaluation:
+        return self.executor.evaluate(self._validation, num_microbatches=self._validation.num_microbatches, ahead=ahead)
 
     def _outcome(self, status: str, done: int, val_loss: float | None) -> TrainOutcome:
         mine = (list(self._recorder.spans), self._recorder.pauses, _peak_memory())

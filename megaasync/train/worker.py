@@ -15,8 +15,6 @@ from megaasync.train.build import build_trainer
 from megaasync.train.output import RunOutput
 from megaasync.train.trainer import Trainer
 
-_TIMEOUT = timedelta(minutes=10)
-
 
 def _stop_on_signals(trainer: Trainer) -> None:
     """SIGINT and SIGTERM ask for an end that all ranks agree on."""
@@ -44,7 +42,7 @@ def run_rank(
         completed or interrupted.
     """
     device = choose_device(config.device, local_rank=environment.local_rank)
-    join_group(environment, device=device, timeout=_TIMEOUT)
+    join_group(environment, device=device, timeout=timedelta(seconds=config.parallel.timeout_seconds))
     output = RunOutput(config, folder, run_config) if environment.rank == 0 else None
     with output or nullcontext():
         trainer = build_trainer(config, environment=environment, prepared=prepared, device=device, observer=output)

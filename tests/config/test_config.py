@@ -1,9 +1,12 @@
 """The strict reader and the rules: what is right is read exactly, what is wrong is named with key, value and remedy."""
 
+from typing import get_args, get_type_hints
+
 import pytest
 
 from megaasync.config import ConfigError, TrainConfig, did_you_mean, dotted_keys, read, validate
-from megaasync.config.schema import AdamWConfig, MuonConfig
+from megaasync.config.schema import AdamWConfig, MuonConfig, ScheduleConfig
+from megaasync.schedules import SCHEDULES
 from tests.support.configs import plain_config, small_config
 
 
@@ -40,7 +43,7 @@ def test_numbers_as_yaml_gives_them():
         ({"optimizer__name": "moon"}, "optimizer=moon: unknown optimizer; did you mean muon.*sgd, adamw or muon"),
         ({"optimizer__betas": [0.9]}, r"optimizer.betas=\[0.9\]: expected a list of 2 values"),
         ({"optimizer__betas": [0.9, 1.0]}, r"optimizer.betas\[1\]=1.0: must lie in"),
-        ({"schedule__name": "2bv"}, "schedule.name=2bv: unknown value; did you mean 2bw"),
+        ({"schedule__name": "2bww"}, "schedule.name=2bww: unknown value; did you mean 2bw"),
         ({"model__moe": 3}, "model.moe=3: expected a group of keys"),
         ({"parallel__data": "all"}, "parallel.data"),
         ({"train__steps": 0}, "train.steps=0: must be at least 1"),
@@ -54,7 +57,7 @@ def test_numbers_as_yaml_gives_them():
         ({"train__global_batch_size": 7}, "train.global_batch_size=7: must be a multiple of .* = 2; set .*=(6|8)"),
         (
             {"parallel__pipeline": 4, "train__global_batch_size": 4},
-            r"m = 2 microbatches .* needs m >= P - 1 = 3.*deadlock.*set train.global_batch_size=6",
+            r"2bw needs at least P - 1 = 3 microbatches.* wait for itself; here m = 2 .*set train.global_batch_size=6",
         ),
         (
             {"schedule__name": "1f1b", "correction__name": "error_feedback"},
@@ -65,7 +68,37 @@ def test_numbers_as_yaml_gives_them():
         ({"optimizer__momentum": 1.0}, "optimizer.momentum=1.0: must lie in"),
         ({"train__clip_grad_norm": 0.0}, "train.clip_grad_norm=0.0: must be above 0; set null"),
         ({"train__final_lr_ratio": 1.5}, "train.final_lr_ratio=1.5: must lie in"),
-        ({"model__tie_embeddings": True, "parallel__pipeline": 2}, "model.tie_embeddings=true: .* different stages"),
+        (
+            {"schedule__name": "pipedream", "parallel__pipeline": 2},
+            "defined for m = 1 .*; here m = 4 .* set train.micro_batch_size=8",
+        ),
+        (
+            {
+                "schedule__name": "pipedream",
+                "parallel__pipeline": 2,
+                "train__micro_batch_size": 8,
+                "model__tie_embeddings": True,
+            },
+            "schedule=pipedream: pipedream cannot tie the embeddings.*; set model.tie_embeddings=false",
+        ),
+        (
+            {"schedule__name": "interleaved_1f1b", "parallel__pipeline": 2, "train__global_batch_size": 6},
+            "groups of P = 2, and m = 3 .* set train.global_batch_size=8",
+        ),
+        ({"schedule__name": "zbv", "parallel__pipeline": 4}, "pipeline=4: more stages x 2 stages per rank = 8 than"),
+        ({"parallel__virtual_stages": 2}, r"2bw has 1 stage\(s\) per rank, not 2; set parallel.virtual_stages=1"),
+        ({"schedule__name": "gpipe", "schedule__extra_in_flight": 1}, "gpipe has no extra forwards in flight; 1f1b"),
+        ({"schedule__name": "1f1b", "schedule__sync_start_steps": 2}, "1f1b is synchronous all the time"),
+        (
+            {"schedule__sync_start_steps": 12, "schedule__sync_cooldown_steps": 8},
+            "sync_start_steps = 12 and sync_cooldown_steps = 8 leave no step of 20 to 2bw",
+        ),
+        (
+            {"parallel__pipeline": 2, "parallel__layers_per_stage": [3, 2]},
+            r"layers_per_stage=\[3, 2\]: must be 2 numbers of at least 1 that sum to model.num_layers=4",
+        ),
+        ({"parallel__layers_per_stage": 4}, "parallel.layers_per_stage=4: expected a list"),
+        ({"parallel__timeout_seconds": 0.0}, "parallel.timeout_seconds=0: must be above 0"),
         ({"data__num_tokens": 8}, "data.num_tokens=8: must be above model.seq_length=8"),
         ({"data__branching": 65}, "data.branching=65: must lie in"),
         ({"data": {"name": "indexed", "path": "", "validation_path": None}}, "data.path is empty"),
@@ -78,6 +111,10 @@ def test_numbers_as_yaml_gives_them():
 def test_wrong_values_are_named(overrides, message):
     with pytest.raises(ConfigError, match=message):
         small_config(**overrides)
+
+
+def test_every_schedule_can_be_asked_for():
+    assert get_args(get_type_hints(ScheduleConfig)["name"]) == tuple(SCHEDULES)
 
 
 def test_a_missing_key_is_named():

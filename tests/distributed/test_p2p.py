@@ -1,15 +1,21 @@
 """Channels over gloo: order, values that survive a slow receiver, and an end that leaves nothing behind."""
 
+import os
 import time
+from datetime import timedelta
+from pathlib import Path
 
+import pytest
 import torch
 from torch import distributed as dist
 
+from megaasync.distributed import TransportError
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.distributed.p2p import Receiver, Sender, TensorSpec
-from megaasync.entry.spawn import spawn_ranks
-from megaasync.train.worker import _TIMEOUT
+from megaasync.entry.spawn import RankFailed, spawn_ranks
 
+TIMEOUT = timedelta(seconds=30)
+POSTED = 3
 SPEC = TensorSpec((64, 64), torch.float32, torch.device("cpu"))
 
 
@@ -19,18 +25,18 @@ def message(number):
 
 def slow_receiver(environment, count, unsent):
     """Rank 0 sends and drops its tensors at once; rank 1 takes its time."""
-    join_group(environment, device=SPEC.device, timeout=_TIMEOUT)
+    join_group(environment, device=SPEC.device, timeout=TIMEOUT)
     group = dist.new_group()
     intact = []
     if environment.rank == 0:
-        sender = Sender(1, SPEC, group, max_outstanding=6)
+        sender = Sender(1, SPEC, group, max_outstanding=6, timeout=TIMEOUT)
         for number in range(count):
             sender.send(message(number))
             torch.full(SPEC.shape, float("nan"))  # takes freed memory, if it was freed
-        sender.pad(unsent)
+        sender.pad(unsent, posted_ahead=POSTED)
         sender.flush()
     else:
-        receiver = Receiver(0, SPEC, group)
+        receiver = Receiver(0, SPEC, group, posted_ahead=POSTED, timeout=TIMEOUT)
         receiver.expect(count + unsent)
         for number in range(count):
             if number % 10 == 0:
@@ -57,3 +63,46 @@ def test_a_cut_leaves_no_message_behind():
     for unsent in (1, 2, 30):
         _, intact = spawn_ranks(slow_receiver, (5, unsent), world_size=2)
         assert len(intact) == 6 and all(intact)
+
+
+def silent_sender(environment, dies):
+    """Rank 0 sends one message and then hangs, or dies; rank 1 wants two."""
+    join_group(environment, device=SPEC.device, timeout=TIMEOUT)
+    group = dist.new_group()
+    if environment.rank == 0:
+        sender = Sender(1, SPEC, group, max_outstanding=6, timeout=TIMEOUT)
+        sender.send(message(0))
+        sender.flush()
+        time.sleep(0.5)
+        if dies:
+            os._exit(0)
+        time.sleep(6)
+        return None
+    receiver = Receiver(0, SPEC, group, posted_ahead=POSTED, timeout=timedelta(seconds=2))
+    receiver.expect(2)
+    receiver.take()
+    start = time.monotonic()
+    with pytest.raises(TransportError) as raised:
+        receiver.take()
+    return str(raised.value), raised.value.peer, raised.value.is_lost, time.monotonic() - start
+
+
+def test_a_message_that_does_not_come_is_an_error_in_time():
+    _, (text, peer, is_lost, seconds) = spawn_ranks(silent_sender, (False,), world_size=2)
+    assert (text, peer, is_lost) == ("nothing came for 2 s", 0, False)
+    assert 1.9 < seconds < 4
+
+
+def test_a_dead_peer_is_an_error_at_once(tmp_path):
+    """The launcher reports the death; the other rank's own error is read from a file."""
+    with pytest.raises(RankFailed, match="rank 0 died without a word"):
+        spawn_ranks(report_of_the_survivor, (str(tmp_path / "error"),), world_size=2)
+    text, seconds = (tmp_path / "error").read_text().split("\n")
+    assert text == "the connection is lost"
+    assert float(seconds) < 2
+
+
+def report_of_the_survivor(environment, path):
+    text, _, is_lost, seconds = silent_sender(environment, True)
+    assert is_lost
+    Path(path).write_text(f"{text}\n{seconds}")

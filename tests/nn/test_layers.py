@@ -174,5 +174,5 @@ def test_layers_are_dealt_as_evenly_as_can_be(num_stages):
 def test_a_copy_of_a_tied_model_stays_tied():
     config = small_config(model__tie_embeddings=True).model
     model = copy.deepcopy(DecoderStage(config, range(config.num_layers)))
-    assert model.head is None
+    assert model.head.weight is model.embedding.weight
     assert sum("embedding" in name for name, _ in model.named_parameters()) == 1

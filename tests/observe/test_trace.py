@@ -7,11 +7,11 @@ import pytest
 from megaasync.observe.report import Curve, render_curves, show
 from megaasync.observe.run_files import MetricsFile, read_metrics
 from megaasync.observe.trace import Recorder, Timeline, merge, write_chrome_trace
-from megaasync.schedules import SCHEDULES, Costs, Op, Span, report, simulate
+from megaasync.schedules import Costs, Op, Span, build_schedule, report, simulate
 
 
 def spans_of(name="1f1b", steps=6, shift=0.0, costs=None):
-    schedule = SCHEDULES[name](num_stages=2, num_microbatches=2)
+    schedule = build_schedule(name, num_ranks=2, num_microbatches=2)
     spans = simulate(schedule, num_steps=steps, costs=costs or Costs(1, 2))
     return [Span(s.rank, s.action, s.start + shift, s.end + shift) for s in spans]
 
@@ -23,7 +23,7 @@ def by_rank(spans):
 def test_the_bubble_of_a_timeline_is_that_of_the_schedule():
     for costs in (Costs(1, 2), Costs(1, 2, step=1.5), Costs(1, 2, hop=0.2)):
         timeline = merge([(part, []) for part in by_rank(spans_of(steps=8, costs=costs))])
-        schedule = SCHEDULES["1f1b"](num_stages=2, num_microbatches=2)
+        schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
         assert timeline.bubble(num_steps=8) == pytest.approx(report(schedule, costs=costs).bubble, abs=0.02)
 
 

@@ -40,15 +40,15 @@ class Product:
             list(initial.values()),
             dtype=torch.float64,
             learning_rate=learning_rate,
-            error_feedback=error_feedback,
         )
+        self._ahead = int(error_feedback)
         self.published = torch.zeros(self.layout.size, dtype=torch.float64)
 
     def step(self, grads, scale=1.0):
         flat = torch.zeros(self.layout.size, dtype=torch.float64)
         for view, grad in zip(self.layout.views(flat), grads.values(), strict=True):
             view.copy_(grad)
-        self.optimizer.step(flat, scale=scale, publish=self.published)
+        self.optimizer.step(flat, scale=scale, publish=self.published, ahead=self._ahead)
 
     def named(self, flat):
         return dict(zip(self.layout.names, self.layout.views(flat), strict=True))
@@ -262,10 +262,10 @@ def test_float32_master_moves_where_bfloat16_would_not():
         {"w": (8, 8)}, route_parameters({"w": (8, 8)}, small_config("sgd", optimizer__weight_decay=0.0).optimizer)
     )
     start = torch.ones(8, 8, dtype=torch.bfloat16)
-    optimizer = StageOptimizer(layout, [start], dtype=torch.float32, learning_rate=lambda k: 1e-4, error_feedback=False)
+    optimizer = StageOptimizer(layout, [start], dtype=torch.float32, learning_rate=lambda k: 1e-4)
     published = torch.zeros(layout.size, dtype=torch.bfloat16)
     for _ in range(100):
-        optimizer.step(torch.ones(layout.size), scale=1.0, publish=published)
+        optimizer.step(torch.ones(layout.size), scale=1.0, publish=published, ahead=0)
     assert torch.allclose(layout.views(optimizer.master)[0], torch.full((8, 8), 0.99), atol=1e-5)
     assert published[0] < 1
 
@@ -285,13 +285,12 @@ def test_stability_limits_on_a_quadratic(mode, stable, unstable):
             [torch.ones(1, dtype=torch.float64)],
             dtype=torch.float64,
             learning_rate=lambda k: a,
-            error_feedback=mode == "error_feedback",
         )
         versions = [torch.ones(layout.size, dtype=torch.float64)]
         for t in range(1500):
             gradient = versions[t if mode == "sync" else max(t - 1, 0)].clone()
             versions.append(torch.zeros(layout.size, dtype=torch.float64))
-            optimizer.step(gradient, scale=1.0, publish=versions[-1])
+            optimizer.step(gradient, scale=1.0, publish=versions[-1], ahead=int(mode == "error_feedback"))
             if abs(optimizer.master[0]) > 1e6:
                 break
         return abs(optimizer.master[0].item())

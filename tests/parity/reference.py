@@ -73,19 +73,41 @@ def learning_rate(k: int, config: TrainConfig) -> float:
     return config.optimizer.lr * (low + (1 - low) * (1 + turn) / 2)
 
 
-def clip_groups(names: list[str], config: TrainConfig, fault: str | None) -> list[list[str]]:
-    """Parameters that are clipped by one common norm: all of them, unless the fault is to clip per stage."""
-    if fault != "clip per stage":
-        return [names]
-    groups = []
-    for layers in deal_layers(config.model, num_stages=2):
-        stage = DecoderStage(config.model, layers)
-        groups.append([name for name, _ in stage.named_parameters()])
-    return groups
+def stage_of_parameter(config: TrainConfig, num_stages: int) -> dict[str, int]:
+    """Which of the stages holds each parameter; a tied embedding counts as the first's."""
+    stages = {}
+    for index, layers in reversed(list(enumerate(deal_layers(config.model, num_stages=num_stages)))):
+        for name, _ in DecoderStage(config.model, layers).named_parameters():
+            stages[name] = index
+    return stages
 
 
-def reference_run(config: TrainConfig, *, delay: int, fault: str | None = None) -> Reference:
-    """A run with the given delay."""
+def phase_of(t: int, config: TrainConfig) -> tuple[int, int, bool]:
+    """(first step, end, has a delay) of the phase that batch t is in."""
+    start, total = config.schedule.sync_start_steps, config.train.steps
+    cooldown = total - config.schedule.sync_cooldown_steps
+    if t < start:
+        return 0, start, False
+    return (start, cooldown, True) if t < cooldown else (cooldown, total, False)
+
+
+def reference_run(
+    config: TrainConfig,
+    *,
+    delay: int | list[int],
+    clips_by_stage: bool = False,
+    head_delay: int | None = None,
+    fault: str | None = None,
+) -> Reference:
+    """A run by hand.
+
+    Args:
+        config: of the run; schedule name and layout are not looked at.
+        delay: of every parameter, or one per stage.
+        clips_by_stage: each stage's gradient is clipped by its own norm.
+        head_delay: of the tied embedding where it is the head, if that is another one.
+        fault: a deliberate mistake.
+    """
     torch.set_default_dtype(torch.float64)
     model = DecoderStage(config.model, range(config.model.num_layers))
     torch.set_default_dtype(torch.float32)
@@ -105,30 +127,48 @@ def reference_run(config: TrainConfig, *, delay: int, fault: str | None = None) 
     )
     error_feedback = config.correction.name == "error_feedback"
     z = {name: p.detach().clone() for name, p in model.named_parameters()}
+    delays = [delay] if isinstance(delay, int) else delay
+    stage_of = stage_of_parameter(config, len(delays))
+    delay_of = {name: delays[stage_of[name]] for name in z}
+    clip_stages = stage_of if clips_by_stage else dict.fromkeys(z, 0)
+    if fault == "clip per stage":
+        clip_stages = stage_of_parameter(config, 2)
     x = [dict(z)]  # x[v]: what version v publishes
     states: dict[str, Tensors] = {name: {} for name in z}
     zs = [dict(z)]
     losses, norms = [], []
     for t in range(T):
-        weights = {name: w.clone().requires_grad_() for name, w in x[max(t - delay, 0)].items()}
-        loss = sum(functional_call(model, weights, (None, data.get(t, i))) for i in range(m))
+        first, end, is_delayed = phase_of(t, config)
+        weights = {
+            name: x[max(t - delay_of[name], first) if is_delayed else t][name].clone().requires_grad_() for name in z
+        }
+        if head_delay is not None:
+            weights["head.weight"] = x[max(t - head_delay, 0)]["embedding.weight"].clone().requires_grad_()
+        loss = sum(
+            functional_call(model, weights, (None, data.get(t, i)), tie_weights=head_delay is None) for i in range(m)
+        )
         loss = loss / (m * config.train.micro_batch_size * config.model.seq_length)
         g = dict(zip(weights, torch.autograd.grad(loss, weights.values()), strict=True))
+        if head_delay is not None:
+            g["embedding.weight"] = g["embedding.weight"] + g.pop("head.weight")
         losses.append(loss.item())
         norms.append(math.sqrt(sum(one.square().sum().item() for one in g.values())))
-        for names in clip_groups(list(g), config, fault):
+        for stage in set(clip_stages.values()):
+            names = [name for name in g if clip_stages[name] == stage]
             norm = math.sqrt(sum(g[name].square().sum().item() for name in names))
             for name in names:
                 g[name] = g[name] * min(1.0, (config.train.clip_grad_norm or math.inf) / norm)
-        if fault == "no settling" and delay > 0 and t == T - 1:
+        if fault == "no settling" and max(delays) > 0 and t == T - 1:
             break
         new_x = {}
+        is_handed_on = t == end - 1 < T - 1  # another phase starts from these weights
         for name in list(z):
             decay = 0.0 if z[name].dim() == 1 else o.weight_decay
             at = x[-1][name] if fault == "decay at x" else z[name]
             u = learning_rate(t, config) * (direction(name, g[name], states[name], t + 1, config) + decay * at)
             z[name] = z[name] - u
-            new_x[name] = z[name] - u if error_feedback else z[name]
+            ahead = delay_of[name] if error_feedback and is_delayed and not is_handed_on else 0
+            new_x[name] = z[name] - ahead * u
         x.append(new_x)
         zs.append(dict(z))
     return Reference(losses, norms, {name: w.numpy() for name, w in z.items()}, zs, x, model)

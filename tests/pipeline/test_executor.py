@@ -1,25 +1,26 @@
 """The executor on real ranks: masks, numbers that are not finite, stops, precision, buffers."""
 
 import functools
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 
+from megaasync.config.pipeline import phases_of
 from megaasync.data.microbatches import Microbatch
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.entry.spawn import RankFailed, spawn_ranks
 from megaasync.pipeline import TrainingError
 from megaasync.train.build import build_trainer
-from megaasync.train.worker import _TIMEOUT
 from tests.support.configs import small_config
 from tests.support.runs import RunNumbers, run
 
 
 def build(environment, config):
     device = torch.device("cpu")
-    join_group(environment, device=device, timeout=_TIMEOUT)
+    join_group(environment, device=device, timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
     return build_trainer(
         config, environment=environment, prepared=PreparedData(None, None, None), device=device, observer=RunNumbers()
@@ -44,7 +45,7 @@ def masked_rank(environment, config):
     trainer = build(environment, config)
     executor = trainer.executor
     executor._source = Masked(executor._source, config.num_microbatches)
-    results = list(executor.run(0, config.train.steps, settle=True))
+    results = list(executor.run(*phases_of(config), 0, config.train.steps, settle=True))
     leave_group()
     return [(r.loss, r.grad_norm, r.tokens) for r in results]
 
@@ -100,10 +101,10 @@ def poisoned_rank(environment, config, rank, at):
         executor.stages[0].backward = poisoned
     seen = []
     with pytest.raises(TrainingError, match=f"step {at + 1}: .* not both finite"):
-        for result in executor.run(0, config.train.steps):
+        for result in executor.run(*phases_of(config), 0, config.train.steps):
             seen.append(result.step)
-    updates = executor.num_updates
-    finite = all(stage.optimizer.master.isfinite().all() for stage in executor.stages)
+    updates = executor.stages[0].num_updates
+    finite = all(stage.master.isfinite().all() for stage in executor.stages)
     leave_group()
     return seen, updates, finite
 
@@ -144,7 +145,7 @@ def stopping_rank(environment, config, rank, at):
 
         trainer.executor._run[next(op for op in trainer.executor._run if op.value == "F")] = counting
     outcome = trainer.train()
-    masters = [stage.optimizer.master.sum().item() for stage in trainer.executor.stages]
+    masters = [stage.master.sum().item() for stage in trainer.executor.stages]
     leave_group()
     return outcome.status, outcome.steps, numbers.column("loss").tolist(), masters
 
@@ -178,10 +179,10 @@ def failing_rank(environment, config):
     if environment.rank == 1:
         step = trainer.executor.stages[0].step
 
-        def fail(number, *, scale):
+        def fail(number, *, scale, ahead):
             if number == 3:
                 raise ZeroDivisionError("deliberate")
-            step(number, scale=scale)
+            step(number, scale=scale, ahead=ahead)
 
         trainer.executor.stages[0].step = fail
     trainer.train()
@@ -221,7 +222,7 @@ def numbers_at_start(dtype):
     executor = build(_Alone(), small_config(train__dtype=dtype, model__moe=None)).executor
     stage = executor.stages[0]
     index = stage.optimizer.layout.names.index("layers.1.attention.query.weight")
-    return stage.optimizer.layout.views(stage.optimizer.master)[index].numpy()
+    return stage.optimizer.layout.views(stage.master)[index].numpy()
 
 
 def test_float32_stays_near_float64_for_a_dense_model():

@@ -1,6 +1,7 @@
 """A real run on real gloo ranks that returns its rows and weights instead of writing a folder."""
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.entry.spawn import spawn_ranks
 from megaasync.train.build import build_trainer
-from megaasync.train.worker import _TIMEOUT
 
 
 @dataclass
@@ -33,7 +33,7 @@ class RunNumbers:
 def run_rank(environment: RankEnvironment, config: TrainConfig) -> RunNumbers:
     """Train on this rank and collect."""
     device = torch.device("cpu")
-    join_group(environment, device=device, timeout=_TIMEOUT)
+    join_group(environment, device=device, timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
     numbers = RunNumbers()
     trainer = build_trainer(
@@ -46,7 +46,7 @@ def run_rank(environment: RankEnvironment, config: TrainConfig) -> RunNumbers:
     numbers.val_loss = trainer.train().val_loss
     for stage in trainer.executor.stages:
         layout = stage.optimizer.layout
-        for name, weight in zip(layout.names, layout.views(stage.optimizer.master), strict=True):
+        for name, weight in zip(layout.names, layout.views(stage.master), strict=True):
             numbers.weights[name] = weight.numpy().copy()
     leave_group()
     return numbers

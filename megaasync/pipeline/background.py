@@ -1,0 +1,54 @@
+"""A thread that does one thing after another while the rank goes on computing.
+
+torch releases the interpreter's lock inside its kernels and collectives, so on a CPU the thread runs beside forwards
+and backwards; on a GPU it feeds a stream of its own.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+
+class Background:
+    """One thread and, on a GPU, one stream; work is done in the order in which it was given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._work: SimpleQueue[tuple[Callable[[], Any], Future, Any]] = SimpleQueue()
+        # a daemon: a rank that fails must not wait for a collective that its peers will never join
+        threading.Thread(target=self._run, daemon=True, name="background").start()
+
+    def submit(self, function: Callable[[], Any]) -> Future:
+        """Do it after all that was given before, and after what the caller's stream was given by now."""
+        future: Future = Future()
+        given = torch.cuda.current_stream(self._device).record_event() if self._stream is not None else None
+        self._work.put((function, future, given))
+        return future
+
+    def mark(self) -> Any:
+        """From the thread: what `join` makes another stream wait for."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def join(self, mark: Any) -> None:
+        """Make the caller's stream wait for a mark."""
+        if mark is not None:
+            torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def _run(self) -> None:
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            while True:
+                function, future, given = self._work.get()
+                if given is not None:
+                    self._stream.wait_event(given)
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)

@@ -1,0 +1,121 @@
+"""All channels of one rank: one FIFO per peer and direction, and local ones between its own stages."""
+
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch import Tensor
+from torch import distributed as dist
+
+from megaasync.distributed.p2p import LocalChannel, Receiver, Sender, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How messages travel.
+
+    Attributes:
+        spec: of every activation and activation gradient.
+        posted_ahead: receives per channel that wait for their message while the rank computes.
+        max_outstanding: sends per channel that need not have gone out.
+        timeout: longest wait for another rank.
+    """
+
+    spec: TensorSpec
+    posted_ahead: int
+    max_outstanding: int
+    timeout: timedelta
+
+
+class Channels:
+    """Where each stage of a rank takes its messages from and sends them to.
+
+    Directions are "forward" (activations) and "backward" (their gradients). Stages that talk to one peer share a
+    channel; the schedule's order is what tells their messages apart (rule `fifo`).
+    """
+
+    def __init__(
+        self,
+        rank_of_stage: tuple[int, ...],
+        *,
+        rank: int,
+        transport: Transport,
+        groups: dict[str, dist.ProcessGroup | None],
+    ) -> None:
+        """Open the channels of one rank.
+
+        Args:
+            rank_of_stage: of all stages of the model.
+            rank: this one.
+            transport: how messages travel.
+            groups: a process group per direction, or None for a single rank.
+        """
+        self._transport, self._groups = transport, groups
+        self._receivers: dict[tuple[str, int], Receiver] = {}  # by direction and peer
+        self._senders: dict[tuple[str, int], Sender] = {}
+        self._taking: Counter[tuple[str, int]] = Counter()  # stages that share the channel
+        self._sending: Counter[tuple[str, int]] = Counter()
+        self._into: dict[tuple[str, int], Receiver | LocalChannel] = {}  # by direction and stage
+        self._out_of: dict[tuple[str, int], Sender | LocalChannel] = {}
+        for stage in range(len(rank_of_stage) - 1):
+            for direction, source, target in (("forward", stage, stage + 1), ("backward", stage + 1, stage)):
+                owners = rank_of_stage[source], rank_of_stage[target]
+                if owners == (rank, rank):
+                    self._out_of[direction, source] = self._into[direction, target] = LocalChannel()
+                elif owners[0] == rank:
+                    self._out_of[direction, source] = self._sender(direction, owners[1])
+                elif owners[1] == rank:
+                    self._into[direction, target] = self._receiver(direction, owners[0])
+
+    def _sender(self, direction: str, peer: int) -> Sender:
+        key, transport = (direction, peer), self._transport
+        if key not in self._senders:
+            self._senders[key] = Sender(
+                peer,
+                transport.spec,
+                self._groups[direction],
+                max_outstanding=transport.max_outstanding,
+                timeout=transport.timeout,
+            )
+        self._sending[key] += 1
+        return self._senders[key]
+
+    def _receiver(self, direction: str, peer: int) -> Receiver:
+        key, transport = (direction, peer), self._transport
+        if key not in self._receivers:
+            self._receivers[key] = Receiver(
+                peer,
+                transport.spec,
+                self._groups[direction],
+                posted_ahead=transport.posted_ahead,
+                timeout=transport.timeout,
+            )
+        self._taking[key] += 1
+        return self._receivers[key]
+
+    def take(self, direction: str, stage: int) -> Tensor:
+        """The next message for a stage."""
+        return self._into[direction, stage].take()
+
+    def send(self, direction: str, stage: int, tensor: Tensor) -> None:
+        """Send what a stage has made to the stage after (forward) or before it (backward)."""
+        self._out_of[direction, stage].send(tensor)
+
+    def expect(self, num_microbatches: int, *, directions: tuple[str, ...] = ("forward", "backward")) -> None:
+        """Every stage will get so many messages per direction."""
+        for key, receiver in self._receivers.items():
+            if key[0] in directions:
+                receiver.expect(num_microbatches * self._taking[key])
+
+    def close(self, num_unsent: int) -> None:
+        """Leave no message and no receive behind; `num_unsent` microbatches were cut off by a stop."""
+        for key, sender in self._senders.items():
+            sender.pad(num_unsent * self._sending[key], posted_ahead=self._transport.posted_ahead)
+        for receiver in self._receivers.values():
+            receiver.cancel()
+        self.flush()
+
+    def flush(self) -> None:
+        """Wait until all messages have gone out: peers need them to come to the step at which this rank ends."""
+        for sender in self._senders.values():
+            sender.flush()

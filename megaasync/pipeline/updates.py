@@ -1,0 +1,286 @@
+"""From the last backward of a step to its new weight version: reduction, norm, clip, finiteness, optimizer, version.
+
+None of it needs the forwards and backwards that a schedule without a flush goes on with, so by default all of it runs
+on a background thread, inside the schedule's slack (METHOD.md section 2). The table hands a stage's gradient in (NORM)
+and later waits for the version (STEP); what is computed, and in which order, is the same either way.
+"""
+
+import math
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from megaasync.distributed import TransportError
+from megaasync.distributed.p2p import wait
+from megaasync.observe.trace import Recorder
+from megaasync.pipeline import TrainingError
+from megaasync.pipeline.background import Background
+from megaasync.pipeline.stage import PipelineStage
+from megaasync.schedules import Action, Op, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one batch gave, the same on every rank.
+
+    Attributes:
+        step: 0-based batch number.
+        loss: mean over the global batch's valid tokens, in nats.
+        grad_norm: global, before clipping.
+        tokens: valid tokens of the batch.
+        finished: time at which this rank's last backward of the batch was done, seconds of `perf_counter`.
+        stop: some rank asked to stop.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    finished: float
+    stop: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and norm are numbers."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A step on its way: what was handed in, the result to come, and the STEPs under way in the background."""
+
+    result: Future = field(default_factory=Future)
+    handed_in: set[int] = field(default_factory=set)
+    terms: dict[int, Tensor] = field(default_factory=dict)  # per stage, taken at once if each clips by its own norm
+    tokens: dict[int, Tensor] = field(default_factory=dict)  # likewise: valid tokens
+    under_way: dict[int, Future] = field(default_factory=dict)
+    stepped: set[int] = field(default_factory=set)
+    finished: float = 0.0
+    is_known: bool = False  # the result was waited for
+
+
+class Updates:
+    """The updates of one rank's stages.
+
+    Attributes:
+        stop_requested: this rank asks for an end; told to all with the next hand-in.
+    """
+
+    def __init__(
+        self,
+        stages: Iterable[PipelineStage],
+        *,
+        num_stages: int,
+        clip_grad_norm: float | None,
+        groups: dict[str, dist.ProcessGroup | None],
+        corrects: bool,
+        overlap: bool,
+        device: torch.device,
+        timeout: timedelta,
+        recorder: Recorder,
+    ) -> None:
+        """The updates of one rank.
+
+        Args:
+            stages: this rank's.
+            num_stages: of the model.
+            clip_grad_norm: largest gradient norm, or None.
+            groups: "norm" of all ranks and "tied" of the first and the last stage's, or None where one rank is alone.
+            corrects: publish weights that look as many updates ahead as the schedule delays them (error feedback).
+            overlap: reduce and step in the background; else where the table says.
+            device: of the stages.
+            timeout: longest wait for another rank.
+            recorder: gets start and end of every reduction and step.
+        """
+        self._stages = {stage.index: stage for stage in stages}
+        self._ends = sorted({0, num_stages - 1} & set(self._stages)) if "tied" in groups else []
+        self._clip, self._groups = clip_grad_norm, groups
+        self._corrects, self._overlap = corrects, overlap
+        self._device, self._timeout, self._recorder = device, timeout, recorder
+        self._background = Background(device)
+        self._pending: dict[int, _Pending] = {}
+        self._new_results: list[StepResult] = []
+        self._phase: Phase | None = None
+        self._end = 0
+        self.stop_requested = False
+
+    def begin(self, phase: Phase, end_step: int) -> None:
+        """A segment of a phase begins; updates that the last one left pending may go under way.
+
+        Nothing is in the background: the last segment waited for all its results and versions.
+        """
+        self._phase, self._end = phase, end_step
+        if not self._overlap or phase.schedule.clip == "stage":
+            return
+        for step, pending in sorted(self._pending.items()):
+            for index in self._stages:
+                if index not in pending.stepped and self._is_due(index, step):
+                    self._put_under_way(index, step, pending.result.result())
+
+    def _is_due(self, index: int, step: int) -> bool:
+        """Whether the segment has a STEP for it; the last gradients stay pending until a later one."""
+        return step + self._phase.schedule.delay[index] < self._end
+
+    def hand_in(self, action: Action) -> None:
+        """NORM: a stage's gradient sum is complete. Nobody waits."""
+        index, step = action.stage, action.step
+        pending = self._pending.setdefault(step, _Pending())
+        pending.handed_in.add(index)
+        if self._phase.schedule.clip == "stage":
+            self._reduce(index, step, beside=False)
+            stage = self._stages[index]
+            pending.tokens[index] = stage.tokens_of(step)
+            pending.terms[index] = stage.norm_terms(step)
+        elif self._overlap:
+            self._background.submit(lambda: self._reduce(index, step, beside=True))
+        else:
+            self._reduce(index, step, beside=False)
+        if len(pending.handed_in) == len(self._stages):
+            pending.finished = perf_counter()
+            stop = self.stop_requested
+            self._background.submit(lambda: self._conclude(step, pending, stop=stop))
+
+    def _reduce(self, index: int, step: int, *, beside: bool) -> None:
+        start = perf_counter()
+        self._stages[index].reduce(step)
+        self._recorder.add(Action(Op.NORM, index, step), start, beside=beside)
+
+    def _conclude(self, step: int, pending: _Pending, *, stop: bool) -> None:
+        """In the background: sum what couples the stages, tell the result, and step what is due."""
+        try:
+            result = self._couple(step, pending, stop=stop)
+        except BaseException as error:
+            pending.result.set_exception(error)
+            return
+        if result.stop:
+            # No rank has begun the step that needs this update on its most delayed stage: all can end before it.
+            self._end = min(self._end, step + 1 + max(self._phase.schedule.delay))
+        steps_here = self._overlap and self._phase.schedule.clip == "global" and result.is_finite
+        due = [index for index in self._stages if steps_here and self._is_due(index, step)]
+        pending.under_way = {index: Future() for index in due}
+        pending.result.set_result(result)
+        for index in due:
+            self._step_for(pending.under_way[index], index, step, result)
+
+    def _couple(self, step: int, pending: _Pending, *, stop: bool) -> StepResult:
+        self._tie(step)
+        terms = torch.zeros(4, dtype=torch.float64, device=self._device)
+        for index, stage in self._stages.items():
+            terms[:3] += pending.terms[index] if index in pending.terms else stage.norm_terms(step)
+        terms[3] = float(stop)
+        if (group := self._groups["norm"]) is not None:
+            wait(dist.all_reduce(terms, group=group, async_op=True), self._timeout, peer=None)
+        squares, loss_sum, tokens, stops = terms.tolist()
+        divisor = max(tokens, 1.0)
+        return StepResult(step, loss_sum / divisor, squares**0.5 / divisor, int(tokens), pending.finished, stops > 0)
+
+    def _tie(self, step: int) -> None:
+        """Make the tied embedding's gradient the sum of the first and the last stage's, on both."""
+        if len(self._ends) == 2:
+            first, last = (self._stages[index].tied_gradient(step) for index in self._ends)
+            first.add_(last)
+            last.copy_(first)
+        elif self._ends:
+            gradient = self._stages[self._ends[0]].tied_gradient(step)
+            wait(dist.all_reduce(gradient, group=self._groups["tied"], async_op=True), self._timeout, peer=None)
+
+    def _put_under_way(self, index: int, step: int, result: StepResult) -> None:
+        future = Future()
+        self._pending[step].under_way[index] = future
+        self._background.submit(lambda: self._step_for(future, index, step, result))
+
+    def _step_for(self, future: Future, index: int, step: int, result: StepResult) -> None:
+        """In the background: step, and tell the future."""
+        try:
+            self._apply(index, step, self._scale(result), beside=True)
+            future.set_result(self._background.mark())
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _scale(self, result: StepResult) -> float:
+        """Factor from the gradient sum to the clipped mean."""
+        clipped = 1.0 if self._clip is None else min(1.0, self._clip / max(result.grad_norm, 1e-30))
+        return clipped / max(result.tokens, 1)
+
+    def _apply(self, index: int, step: int, scale: float, *, beside: bool) -> None:
+        start = perf_counter()
+        ahead = self._phase.steps_ahead(stage=index, step=step) if self._corrects else 0
+        self._stages[index].step(step, scale=scale, ahead=ahead)
+        self._recorder.add(Action(Op.STEP, index, step), start, beside=beside)
+
+    def result(self, step: int) -> StepResult:
+        """RESULT: wait for loss, norm and stop of a step; the first call reports it and checks that it is finite.
+
+        Raises:
+            TrainingError: a number is not finite; every rank raises in the same step.
+            TransportError: a rank did not hand in.
+        """
+        pending = self._pending[step]
+        try:
+            result: StepResult = pending.result.result(self._timeout.total_seconds() + 5)
+        except TimeoutError:
+            raise TransportError(f"no answer for {self._timeout.total_seconds():g} s") from None
+        if not pending.is_known:
+            pending.is_known = True
+            self._new_results.append(result)
+        if not result.is_finite:
+            clip = self._phase.schedule.clip
+            applied = (
+                "nothing of this step was applied" if clip == "global" else "stages with such a gradient dropped it"
+            )
+            raise TrainingError(
+                f"step {step + 1}: loss {result.loss} and global gradient norm {result.grad_norm} are not both finite; "
+                f"{applied}. Try a lower optimizer.lr or a longer train.warmup_steps"
+            )
+        return result
+
+    def take_new_results(self) -> list[StepResult]:
+        """Results that became known since the last call, in order."""
+        new, self._new_results = self._new_results, []
+        return new
+
+    def wait_for_results(self) -> None:
+        """Wait for all results of steps handed in."""
+        for step in sorted(self._pending):
+            self.result(step)
+
+    def step(self, action: Action) -> None:
+        """STEP: have the update of a step made, and its version ready for this rank's next forward.
+
+        Raises:
+            TrainingError, TransportError: as `result`.
+        """
+        index, step = action.stage, action.step
+        pending = self._pending[step]
+        if self._phase.schedule.clip == "stage":
+            self._step_by_own_norm(index, step, pending)
+        else:
+            result = self.result(step)
+            if not self._overlap:
+                self._apply(index, step, self._scale(result), beside=False)
+            else:
+                if index not in pending.under_way:
+                    self._put_under_way(index, step, result)
+                self._background.join(pending.under_way[index].result())
+        pending.stepped.add(index)
+        self._forget_finished()
+
+    def _step_by_own_norm(self, index: int, step: int, pending: _Pending) -> None:
+        """Clip by the stage's own norm. A gradient that is not finite is dropped; RESULT ends the run soon after."""
+        squares, tokens = pending.terms[index][0].item(), pending.tokens[index].item()
+        norm = squares**0.5 / max(tokens, 1)
+        if not math.isfinite(norm):
+            self._stages[index].drop_gradient(step)
+            norm = 0.0
+        own = StepResult(step, 0.0, norm, tokens, 0.0, False)
+        self._apply(index, step, self._scale(own), beside=False)
+
+    def _forget_finished(self) -> None:
+        for step in [s for s, p in self._pending.items() if p.is_known and len(p.stepped) == len(self._stages)]:
+            del self._pending[step]

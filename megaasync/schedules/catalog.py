@@ -1,0 +1,84 @@
+"""The schedules by the names that users type, and what each of them takes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megaasync.schedules.asynchronous import interleaved_2bw, pipedream, pipedream_2bw, wpipe
+from megaasync.schedules.passes import with_tied_embeddings
+from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
+from megaasync.schedules.synchronous import gpipe, interleaved_1f1b, one_f_one_b
+from megaasync.schedules.zero_bubble import zb_h1, zbv
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleKind:
+    """One schedule.
+
+    Attributes:
+        build: (num_ranks, num_microbatches, chunks, extra_in_flight) to the tables.
+        chunks: (fewest, most) stages per rank; the fewest is the default.
+        takes_extra_in_flight: whether forwards beyond the minimum are defined for it.
+        has_delay: whether any stage runs behind.
+        synchronous: for one with delay, the schedule of equal placement that its synchronous phases use.
+    """
+
+    build: Callable[..., PipelineSchedule]
+    chunks: tuple[int, int] = (1, 1)
+    takes_extra_in_flight: bool = False
+    has_delay: bool = False
+    synchronous: str | None = None
+
+
+_MANY = 1_000
+SCHEDULES = {
+    "gpipe": ScheduleKind(gpipe),
+    "1f1b": ScheduleKind(one_f_one_b, takes_extra_in_flight=True),
+    "interleaved_1f1b": ScheduleKind(interleaved_1f1b, (2, _MANY), takes_extra_in_flight=True),
+    "zb_h1": ScheduleKind(zb_h1),
+    "zbv": ScheduleKind(zbv, (2, 2)),
+    "2bw": ScheduleKind(pipedream_2bw, takes_extra_in_flight=True, has_delay=True, synchronous="1f1b"),
+    "interleaved_2bw": ScheduleKind(
+        interleaved_2bw, (2, _MANY), takes_extra_in_flight=True, has_delay=True, synchronous="interleaved_1f1b"
+    ),
+    "pipedream": ScheduleKind(pipedream, has_delay=True, synchronous="1f1b"),
+    "wpipe": ScheduleKind(wpipe, (2, 2), has_delay=True, synchronous="interleaved_1f1b"),
+}
+
+
+def build_schedule(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    chunks: int | None = None,
+    extra_in_flight: int = 0,
+    tied: bool = False,
+    since: int = 0,
+) -> PipelineSchedule:
+    """A schedule by name.
+
+    Args:
+        name: a key of SCHEDULES.
+        num_ranks: P.
+        num_microbatches: per step, m.
+        chunks: stages per rank; None takes the fewest that the schedule is defined for.
+        extra_in_flight: rounds of forwards ahead beyond the minimum.
+        tied: the first and the last stage share their embedding.
+        since: step at which the phase begins that this schedule is used in.
+
+    Raises:
+        ScheduleError: the schedule is not defined for these sizes.
+    """
+    kind = SCHEDULES[name]
+    fewest, most = kind.chunks
+    chunks = fewest if chunks is None else chunks
+    if not fewest <= chunks <= most:
+        allowed = f"{fewest} stage(s)" if fewest == most else f"{fewest} or more stages"
+        raise ScheduleError(f"{name} has {allowed} per rank, not {chunks}", remedy=f"parallel.virtual_stages={fewest}")
+    if extra_in_flight and not kind.takes_extra_in_flight:
+        takers = ", ".join(key for key, one in SCHEDULES.items() if one.takes_extra_in_flight)
+        raise ScheduleError(f"{name} has no extra forwards in flight; {takers} do", remedy="schedule.extra_in_flight=0")
+    schedule = kind.build(
+        num_ranks=num_ranks, num_microbatches=num_microbatches, chunks=chunks, extra_in_flight=extra_in_flight
+    )
+    return replace(with_tied_embeddings(schedule) if tied else schedule, since=since)

@@ -1,0 +1,95 @@
+"""Orders of forwards and backwards that the schedules are put together from.
+
+A stream is two sequences, of forwards and of backwards, and a number of forwards that run ahead: forward number
+ahead + k stands just before backward number k.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from megaasync.schedules.action import Action, Op
+from megaasync.schedules.schedule import ScheduleError
+
+
+def merge_flushed(forwards: Sequence[Action], backwards: Sequence[Action], *, ahead: int) -> list[Action]:
+    """One batch from an empty to an empty pipeline: `ahead` forwards, then in turns, then the backwards that are left.
+
+    `backwards` may be longer than `forwards`.
+    """
+    order = list(forwards[:ahead])
+    for k, backward in enumerate(backwards):
+        order += forwards[ahead + k : ahead + k + 1]
+        order.append(backward)
+    return order
+
+
+def merge_unending(
+    forwards: Sequence[Action], backwards: Sequence[Action], *, ahead: int
+) -> tuple[list[Action], list[Action]]:
+    """(fill, one step) of a stream that is never flushed; the sequences are those of one step, of step 0.
+
+    Forwards of step 0 that run `ahead` backwards early become forwards of a later relative step.
+    """
+
+    def forward(number: int) -> Action:
+        step, index = divmod(number, len(forwards))
+        action = forwards[index]
+        return Action(action.op, action.stage, action.step + step, action.microbatch)
+
+    fill = [forward(k) for k in range(ahead)]
+    steady = []
+    for k, backward in enumerate(backwards):
+        steady += [forward(ahead + k), backward]
+    return fill, steady
+
+
+def with_hand_in(order: Iterable[Action], stages: Iterable[int]) -> tuple[Action, ...]:
+    """The order with each stage's NORM of step 0 right after its last gradient."""
+    order = list(order)
+    for stage in stages:
+        last = max(i for i, action in enumerate(order) if action.stage == stage and action.op in (Op.B, Op.I, Op.W))
+        order.insert(last + 1, Action(Op.NORM, stage, 0))
+    return tuple(order)
+
+
+def chunked(name: str, op: Op, *, rank: int, num_ranks: int, chunks: int, num_microbatches: int) -> list[Action]:
+    """The order in which a rank takes its chunks (Megatron-LM's interleaving, arXiv 2104.04473).
+
+    Groups of P microbatches pass through chunk 0, 1, ... (backwards: in reverse) before the next group.
+
+    Raises:
+        ScheduleError: the microbatches do not make whole groups.
+    """
+    if num_microbatches % num_ranks:
+        raise ScheduleError(
+            f"{name} takes microbatches in groups of P = {num_ranks}, and m = {num_microbatches} "
+            "microbatches per step do not make whole groups",
+            wanted_microbatches=-(-num_microbatches // num_ranks) * num_ranks,
+        )
+    order = []
+    for first in range(0, num_microbatches, num_ranks):
+        for chunk in range(chunks) if op is Op.F else reversed(range(chunks)):
+            order += [Action(op, chunk * num_ranks + rank, 0, first + k) for k in range(num_ranks)]
+    return order
+
+
+def check_extra(name: str, *, num_ranks: int, extra_in_flight: int) -> None:
+    """Interleaved orders have a limit to how far ahead a rank can run.
+
+    Forward number k of a later chunk needs the last rank's forward k - P, which that rank reaches before its first
+    backward only within the first two groups.
+
+    Raises:
+        ScheduleError: the first rank would wait for itself.
+    """
+    if (1 + extra_in_flight) * (num_ranks - 1) > 2 * num_ranks:
+        raise ScheduleError(
+            f"{name} with P = {num_ranks} cannot have extra_in_flight = {extra_in_flight}: (1 + e)(P - 1) = "
+            f"{(1 + extra_in_flight) * (num_ranks - 1)} forwards ahead are more than 2P = {2 * num_ranks}, and the "
+            "first rank would wait for a later chunk of its own; at most 1 always works",
+            remedy="schedule.extra_in_flight=1",
+        )
+
+
+def looping(num_ranks: int, chunks: int) -> tuple[int, ...]:
+    """Ranks of the stages when stage s is on rank s mod P."""
+    return tuple(stage % num_ranks for stage in range(num_ranks * chunks))

@@ -1,0 +1,78 @@
+"""A run as phases: synchronous start, asynchronous middle, synchronous cooldown; one schedule each."""
+
+from dataclasses import dataclass
+
+from megaasync.schedules.catalog import SCHEDULES, build_schedule
+from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A run of steps under one schedule.
+
+    Attributes:
+        schedule: its tables; `schedule.since` is `first_step`.
+        first_step, end_step: 0-based, the end not included.
+        settles: another phase follows, so that the gradients that the delay leaves pending are applied at the end.
+    """
+
+    schedule: PipelineSchedule
+    first_step: int
+    end_step: int
+    settles: bool
+
+    def steps_ahead(self, *, stage: int, step: int) -> int:
+        """By how many updates a correction should look ahead when STEP(`step`) publishes `stage`'s weights.
+
+        The delay; but none for the version that the next phase starts from.
+        """
+        is_handed_on = self.settles and step == self.end_step - 1
+        return 0 if is_handed_on else self.schedule.delay[stage]
+
+
+def make_phases(
+    name: str,
+    *,
+    num_steps: int,
+    sync_start_steps: int,
+    sync_cooldown_steps: int,
+    num_ranks: int,
+    num_microbatches: int,
+    chunks: int | None,
+    extra_in_flight: int,
+    tied: bool,
+) -> tuple[Phase, ...]:
+    """The phases of a run of `num_steps` steps; empty ones are left out.
+
+    Raises:
+        ScheduleError: a schedule is not defined for these sizes, or has no delay to be switched off.
+    """
+    kind = SCHEDULES[name]
+    if (sync_start_steps or sync_cooldown_steps) and not kind.has_delay:
+        raise ScheduleError(
+            f"{name} is synchronous all the time",
+            remedy="schedule.sync_start_steps=0 schedule.sync_cooldown_steps=0",
+        )
+    asynchronous = num_steps - sync_start_steps - sync_cooldown_steps
+    if kind.has_delay and asynchronous < 1:
+        raise ScheduleError(
+            f"sync_start_steps = {sync_start_steps} and sync_cooldown_steps = {sync_cooldown_steps} leave no step of "
+            f"{num_steps} to {name}"
+        )
+    runs = ((kind.synchronous, sync_start_steps), (name, asynchronous), (kind.synchronous, sync_cooldown_steps))
+    phases, first = [], 0
+    for one, length in runs:
+        if not length:
+            continue
+        schedule = build_schedule(
+            one,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            chunks=chunks,
+            extra_in_flight=extra_in_flight,
+            tied=tied,
+            since=first,
+        )
+        phases.append(Phase(schedule, first, first + length, settles=first + length < num_steps))
+        first += length
+    return tuple(phases)

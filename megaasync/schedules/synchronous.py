@@ -1,0 +1,91 @@
+"""Schedules that empty the pipeline every step: `gpipe`, `1f1b`, `interleaved_1f1b`. Delay 0, one weight version."""
+
+from megaasync.schedules.action import Action, Op
+from megaasync.schedules.orders import check_extra, chunked, looping, merge_flushed, with_hand_in
+from megaasync.schedules.schedule import PipelineSchedule
+
+
+def gpipe(*, num_ranks: int, num_microbatches: int, chunks: int = 1, extra_in_flight: int = 0) -> PipelineSchedule:
+    """GPipe (arXiv 1811.06965): all forwards, then all backwards; bubble (P-1)/(m+P-1), m activations.
+
+    Example:
+        >>> from megaasync.schedules import render_text
+        >>> print(render_text(gpipe(num_ranks=3, num_microbatches=3), num_steps=1))
+        rank 0 |F0a F0b F0c .   .   .   .   .   .   B0a --- B0b --- B0c ---
+        rank 1 |.   F0a F0b F0c .   .   .   B0a --- B0b --- B0c ---
+        rank 2 |.   .   F0a F0b F0c B0a --- B0b --- B0c ---
+    """
+    return _one_chunk("gpipe", num_ranks, num_microbatches, aheads=[num_microbatches] * num_ranks)
+
+
+def one_f_one_b(
+    *, num_ranks: int, num_microbatches: int, chunks: int = 1, extra_in_flight: int = 0
+) -> PipelineSchedule:
+    """1F1B (arXiv 1806.03377, 2104.04473) with a flush every step; bubble (P-1)/(m+P-1), P - s activations.
+
+    Example:
+        >>> from megaasync.schedules import render_text
+        >>> print(render_text(one_f_one_b(num_ranks=3, num_microbatches=3), num_steps=1))
+        rank 0 |F0a F0b F0c .   .   .   .   B0a --- .   B0b --- .   B0c ---
+        rank 1 |.   F0a F0b .   .   B0a --- F0c B0b --- .   B0c ---
+        rank 2 |.   .   F0a B0a --- F0b B0b --- F0c B0c ---
+    """
+    aheads = [min((1 + extra_in_flight) * (num_ranks - 1 - rank), num_microbatches) for rank in range(num_ranks)]
+    return _one_chunk("1f1b", num_ranks, num_microbatches, aheads=aheads)
+
+
+def _one_chunk(name: str, num_ranks: int, num_microbatches: int, *, aheads: list[int]) -> PipelineSchedule:
+    steady = []
+    for rank, ahead in enumerate(aheads):
+        forwards, backwards = ([Action(op, rank, 0, k) for k in range(num_microbatches)] for op in (Op.F, Op.B))
+        steady.append(with_hand_in(merge_flushed(forwards, backwards, ahead=ahead), [rank]))
+    return PipelineSchedule(
+        name=name,
+        num_ranks=num_ranks,
+        num_stages=num_ranks,
+        num_microbatches=num_microbatches,
+        rank_of_stage=looping(num_ranks, 1),
+        delay=(0,) * num_ranks,
+        fill=((),) * num_ranks,
+        steady=tuple(steady),
+        in_flight=tuple(min(ahead + 1, num_microbatches) for ahead in aheads),
+    )
+
+
+def interleaved_1f1b(
+    *, num_ranks: int, num_microbatches: int, chunks: int = 2, extra_in_flight: int = 0
+) -> PipelineSchedule:
+    """Interleaved 1F1B (arXiv 2104.04473): v chunks per rank, stage s on rank s mod P; bubble (P-1)/(vm+P-1).
+
+    Raises:
+        ScheduleError: m is not a multiple of P.
+
+    Example:
+        >>> from megaasync.schedules import render_text
+        >>> print(render_text(interleaved_1f1b(num_ranks=2, num_microbatches=2, chunks=2), num_steps=1))
+        rank 0 |F0a  F0b  F0a' F0b' .    .    B0a' ---  .    B0b' ---  B0a  ---  B0b  ---
+        rank 1 |.    F0a  F0b  F0a' B0a' ---  F0b' B0b' ---  B0a  ---  B0b  ---
+    """
+    check_extra("interleaved_1f1b", num_ranks=num_ranks, extra_in_flight=extra_in_flight)
+    steady, limits = [], []
+    for rank in range(num_ranks):
+        size = {"rank": rank, "num_ranks": num_ranks, "chunks": chunks, "num_microbatches": num_microbatches}
+        ahead = min(
+            (chunks - 1) * num_ranks + (1 + extra_in_flight) * (num_ranks - 1 - rank), chunks * num_microbatches
+        )
+        order = merge_flushed(
+            chunked("interleaved_1f1b", Op.F, **size), chunked("interleaved_1f1b", Op.B, **size), ahead=ahead
+        )
+        steady.append(with_hand_in(order, range(rank, num_ranks * chunks, num_ranks)))
+        limits.append(min(ahead + 1, chunks * num_microbatches))
+    return PipelineSchedule(
+        name="interleaved_1f1b",
+        num_ranks=num_ranks,
+        num_stages=num_ranks * chunks,
+        num_microbatches=num_microbatches,
+        rank_of_stage=looping(num_ranks, chunks),
+        delay=(0,) * (num_ranks * chunks),
+        fill=((),) * num_ranks,
+        steady=tuple(steady),
+        in_flight=tuple(limits),
+    )
