@@ -107,22 +107,39 @@ def merge(parts: list[tuple[list[Span], list[tuple[float, float]]]]) -> Timeline
     ]
     spans = [span for spans, _ in parts for span in spans]
     origin = min((span.start for span in spans), default=0.0)
-    ends = [end for _, end in pauses]
+    starts = [start for start, _ in pauses]
     paused_before = [0.0, *itertools.accumulate(end - start for start, end in pauses)]
 
     def without_pauses(time: float) -> float:
-        return time - origin - paused_before[bisect.bisect_right(ends, time)]
+        begun = bisect.bisect_left(starts, time)
+        if not begun:
+            return time - origin
+        # a rank that left a pause before the last one did may act inside it; that stands where the pause began
+        return max(time - paused_before[begun], starts[begun - 1] - paused_before[begun - 1]) - origin
 
     moved = [replace(s, start=without_pauses(s.start), end=without_pauses(s.end)) for s in spans]
     return Timeline(sorted(moved, key=lambda span: (span.start, span.rank)), len(parts))
 
 
 def write_chrome_trace(timeline: Timeline, path: Path) -> None:
-    """Write the timeline for chrome://tracing or Perfetto, in microseconds: per rank its table and its background."""
+    """Write the timeline for chrome://tracing or Perfetto, in microseconds.
+
+    Thread r is rank r's table, thread num_ranks + r what it does in the background.
+    """
+
+    def thread(rank: int, beside: bool) -> int:
+        return rank + beside * timeline.num_ranks
+
     events: list[dict] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": 2 * rank + beside, "args": {"name": f"rank {rank}{name}"}}
+        {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": 0,
+            "tid": thread(rank, beside),
+            "args": {"name": f"rank {rank}{name}"},
+        }
         for rank in range(timeline.num_ranks)
-        for beside, name in enumerate(("", ", background"))
+        for beside, name in ((False, ""), (True, ", background"))
     ]
     for span in timeline.spans:
         action = span.action
@@ -132,7 +149,7 @@ def write_chrome_trace(timeline: Timeline, path: Path) -> None:
                 "name": str(action),
                 "cat": action.op.value,
                 "pid": 0,
-                "tid": 2 * span.rank + span.beside,
+                "tid": thread(span.rank, span.beside),
                 "ts": round(span.start * 1e6, 3),
                 "dur": round((span.end - span.start) * 1e6, 3),
                 "args": {"stage": action.stage, "step": action.step, "microbatch": action.microbatch},

@@ -57,7 +57,14 @@ def _stream(
     fills, steady, limits = [], [], []
     for rank in range(num_ranks):
         ahead = (1 + extra) * (num_ranks - 1 - rank)
-        _check_depth(name, ahead, num_microbatches * delays[rank], num_microbatches=num_microbatches)
+        _check_depth(
+            name,
+            ahead,
+            num_microbatches * delays[rank],
+            bound=f"{1 + extra}(P - 1)" if extra else "P - 1",
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+        )
         forwards, backwards = ([Action(op, rank, 0, k) for k in range(num_microbatches)] for op in (Op.F, Op.B))
         fill, step = merge_unending(forwards, backwards, ahead=ahead)
         fills.append(tuple(fill))
@@ -77,15 +84,18 @@ def _stream(
     )
 
 
-def _check_depth(name: str, ahead: int, most: int, *, num_microbatches: int, chunks: int = 1) -> None:
+def _check_depth(
+    name: str, ahead: int, most: int, *, bound: str, num_ranks: int, num_microbatches: int, chunks: int = 1
+) -> None:
     """Refuse forwards so far ahead that they need a weight version whose gradient is not finished yet."""
     if ahead > most:
         needed = -(-ahead // chunks)
-        bound = f"at least P - 1 = {needed}" if chunks == 1 else f"at least {needed}"
+        if chunks > 1:
+            needed = -(-needed // num_ranks) * num_ranks
         raise ScheduleError(
-            f"{name} needs {bound} microbatches per step, but there are {num_microbatches}: the first rank runs "
-            f"{ahead} forwards ahead, so with fewer it would need a weight version whose gradient is not finished yet, "
-            "and wait for itself",
+            f"{name} needs m >= {bound} = {needed} microbatches per step for P = {num_ranks}, but m = "
+            f"{num_microbatches}: the first rank runs {ahead} forwards ahead, so with fewer it would need a weight "
+            "version whose gradient it has not finished yet, and wait for itself (a deadlock)",
             wanted_microbatches=needed,
         )
 
@@ -112,7 +122,15 @@ def interleaved_2bw(
         size = {"rank": rank, "num_ranks": num_ranks, "chunks": chunks, "num_microbatches": num_microbatches}
         ahead = (chunks - 1) * num_ranks + (1 + extra_in_flight) * (num_ranks - 1 - rank)
         forwards, backwards = chunked("interleaved_2bw", Op.F, **size), chunked("interleaved_2bw", Op.B, **size)
-        _check_depth("interleaved_2bw", ahead, len(forwards), num_microbatches=num_microbatches, chunks=chunks)
+        _check_depth(
+            "interleaved_2bw",
+            ahead,
+            len(forwards),
+            bound="the multiple of P at or above ((v - 1)P + (1 + e)(P - 1)) / v",
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            chunks=chunks,
+        )
         fill, step = merge_unending(forwards, backwards, ahead=ahead)
         fills.append(tuple(fill))
         steady.append(with_hand_in(step, range(rank, num_ranks * chunks, num_ranks)))

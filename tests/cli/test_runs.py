@@ -80,8 +80,11 @@ def test_the_trace_holds_every_action_and_the_bubble_follows_from_it(traced):
         key = (event["cat"], event["tid"])
         count[key] = count.get(key, 0) + 1
         assert event["dur"] >= 0
-    assert count == {(op, rank): n for op, n in (("F", 48), ("B", 48), ("S", 12)) for rank in (0, 1)}
-    for rank in (0, 1):  # one rank does one thing at a time
+    # threads 0 and 1 are the ranks' tables, 2 and 3 what they do in the background
+    table, background = (("F", 48), ("B", 48)), (("N", 12), ("S", 12))
+    expected = {(op, rank): n for op, n in table for rank in (0, 1)}
+    assert count == expected | {(op, 2 + rank): n for op, n in background for rank in (0, 1)}
+    for rank in range(4):  # a thread does one thing at a time
         mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == rank)
         assert all(a[1] <= b[0] + 0.01 for a, b in pairwise(mine))
     # CONTRACT.md: from the first F of step 2 to the last action of step N-1, steps from 1

@@ -13,7 +13,7 @@ CONFIG_ERRORS = [
     (["nonsense.key=2"], ["nonsense.key", "unknown key", "--cfg job"]),
     (["+train.momentum=3"], ["train.momentum=3", "unknown key", "known keys"]),
     (["optimizer=adamww"], ["optimizer=adamww", "did you mean adamw", "adamw, muon or sgd"]),
-    (["schedule=3bw"], ["schedule=3bw", "1f1b or 2bw"]),
+    (["schedule=3bw"], ["schedule=3bw", "did you mean 2bw", "1f1b, 2bw, gpipe"]),
     (["model=tiny_mo"], ["model=tiny_mo", "did you mean tiny_moe"]),
     (["correction=feedback"], ["correction=feedback", "error_feedback"]),
     (["data=hugging"], ["data=hugging", "python_stdlib"]),
@@ -26,6 +26,17 @@ CONFIG_ERRORS = [
     (
         ["parallel.pipeline=4", "train.global_batch_size=8"],
         ["train.global_batch_size=8", "m = 2", "m >= P - 1 = 3", "deadlock", "set train.global_batch_size=12"],
+    ),
+    (
+        ["schedule=pipedream", "parallel.pipeline=2"],
+        ["schedule=pipedream", "defined for m = 1", "m = 4", "set train.micro_batch_size=16"],
+    ),
+    (["schedule=zbv", "parallel.pipeline=3"], ["parallel.pipeline=3", "2 stages per rank = 6", "at most 2"]),
+    (["schedule=gpipe", "schedule.extra_in_flight=1"], ["gpipe", "set schedule.extra_in_flight=0"]),
+    (["schedule=1f1b", "schedule.sync_start_steps=4"], ["synchronous all the time", "set schedule.sync_start_steps=0"]),
+    (
+        ["parallel.pipeline=2", "parallel.layers_per_stage=[3,3]"],
+        ["parallel.layers_per_stage=[3, 3]", "2 numbers", "sum to model.num_layers=5", "null"],
     ),
     (["model.num_heads=5"], ["model.num_heads=5", "must divide model.hidden_size=128"]),
     (["parallel.pipeline=9"], ["parallel.pipeline=9", "model.num_layers=5", "at most 5"]),

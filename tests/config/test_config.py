@@ -57,7 +57,7 @@ def test_numbers_as_yaml_gives_them():
         ({"train__global_batch_size": 7}, "train.global_batch_size=7: must be a multiple of .* = 2; set .*=(6|8)"),
         (
             {"parallel__pipeline": 4, "train__global_batch_size": 4},
-            r"2bw needs at least P - 1 = 3 microbatches.* wait for itself; here m = 2 .*set train.global_batch_size=6",
+            r"2bw needs m >= P - 1 = 3 microbatches.*deadlock.*; here m = 2 .*set train.global_batch_size=6",
         ),
         (
             {"schedule__name": "1f1b", "correction__name": "error_feedback"},
