@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
-from megaasync.config import ConfigError, TrainConfig, read, validate
+from megaasync.config import ConfigError, TrainConfig, phases_of, read, validate
 from megaasync.data import DataError
+from megaasync.distributed import TransportError
 from megaasync.distributed.environment import RankEnvironment, launched_environment
 from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, INTERRUPTED_STATUS, fail, run_app
 from megaasync.entry.run_folder import make_run_folder, release_run_folder
@@ -84,7 +85,9 @@ def pretrain(plain: dict[str, Any]) -> None:
         _check_world(config, environment)
         prepared, folder = _prepare(config, plain, is_first=environment is None or environment.rank == 0)
         if environment is None:
-            statuses = spawn_ranks(_run_rank, (config, prepared, folder, plain), world_size=config.world_size)
+            statuses = spawn_ranks(
+                _run_rank, (config, prepared, folder, plain), world_size=config.world_size, names=_rank_names(config)
+            )
             if "interrupted" in statuses:  # a signal went to a rank and not to this process
                 raise Interrupted("interrupted")
         elif _worker_module().run_rank(environment, config, prepared, folder, plain) == "interrupted":
@@ -96,7 +99,7 @@ def pretrain(plain: dict[str, Any]) -> None:
         if isinstance(error, ConfigError) and environment is not None and environment.rank > 0:
             raise SystemExit(CONFIG_ERROR_STATUS) from None  # rank 0 says the same
         fail(str(error), status=CONFIG_ERROR_STATUS)
-    except TrainingError as error:  # of this process's own rank
+    except (TrainingError, TransportError) as error:  # of this process's own rank
         fail(str(error), status=1)
     except OSError as error:
         _release(folder)
@@ -117,6 +120,13 @@ def pretrain(plain: dict[str, Any]) -> None:
     except BaseException:
         _release(folder)
         raise
+
+
+def _rank_names(config: TrainConfig) -> list[str]:
+    """Ranks with their pipeline stages, for messages."""
+    schedule = phases_of(config)[0].schedule
+    stages = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
+    return [f"rank {rank} (stage {', '.join(map(str, held))})" for rank, held in enumerate(stages)]
 
 
 def _run_rank(environment: RankEnvironment, *args: Any) -> str:

@@ -1,7 +1,8 @@
 """What was asked: frozen dataclasses, a strict reader, and the rules that span groups (standard library only)."""
 
+from megaasync.config.pipeline import phases_of
 from megaasync.config.read import did_you_mean, dotted_keys, listed, read
 from megaasync.config.schema import ConfigError, TrainConfig
 from megaasync.config.validate import validate
 
-__all__ = ["ConfigError", "TrainConfig", "did_you_mean", "dotted_keys", "listed", "read", "validate"]
+__all__ = ["ConfigError", "TrainConfig", "did_you_mean", "dotted_keys", "listed", "phases_of", "read", "validate"]

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -17,6 +17,7 @@ from typing import Any
 
 from megaasync.config import ConfigError
 from megaasync.data import DataError
+from megaasync.distributed import TransportError
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.pipeline import TrainingError
 from megaasync.schedules import ScheduleError
@@ -25,6 +26,7 @@ _GRACE_SECONDS = 8.0  # from an interrupt to the ranks' end by force
 _LINGER_SECONDS = 2.0  # from one rank's failure to the others' end by force
 _PRELOAD = "megaasync.train.worker"
 _PR_SET_PDEATHSIG = 1
+_LOST = ("Connection closed by peer", "Connection reset by peer")
 _STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
@@ -58,6 +60,7 @@ class _Ended:
     error: str | None = None
     is_user_error: bool = False
     details: str = ""
+    lost_peer: bool = False  # it failed because another rank was gone
 
 
 def _die_with_the_launcher() -> None:
@@ -88,11 +91,13 @@ def _rank_main(
     except BaseException as error:
         is_user_error = isinstance(error, ConfigError | DataError | ScheduleError)
         is_file = isinstance(error, OSError) and not isinstance(error, ConnectionError)
-        own = is_user_error or is_file or isinstance(error, TrainingError)  # their message is enough
+        own = is_user_error or is_file or isinstance(error, TrainingError | TransportError)  # their message is enough
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         message = str(error) if own else f"{type(error).__name__}: {error}{notes}"
         message = explain_file_error(error) if is_file else message
-        ended = _Ended(error=message, is_user_error=is_user_error, details="" if own else traceback.format_exc())
+        lost_peer = error.is_lost if isinstance(error, TransportError) else any(words in message for words in _LOST)
+        details = "" if own else traceback.format_exc()
+        ended = _Ended(error=message, is_user_error=is_user_error, details=details, lost_peer=lost_peer)
     connection.send(ended)
     connection.close()
     if ended.error is not None:
@@ -116,13 +121,16 @@ def _start_fork_server() -> ForkServerContext:
     return context
 
 
-def spawn_ranks(target: Callable[..., Any], args: tuple[Any, ...], *, world_size: int) -> list[Any]:
+def spawn_ranks(
+    target: Callable[..., Any], args: tuple[Any, ...], *, world_size: int, names: Sequence[str] | None = None
+) -> list[Any]:
     """Run `target(environment, *args)` on `world_size` ranks of this host and wait for them.
 
     Args:
         target: importable by name.
         args: picklable.
         world_size: number of ranks.
+        names: what to call the ranks in messages; `rank 0` and so on by default.
 
     Returns:
         The ranks' return values, by rank.
@@ -131,6 +139,7 @@ def spawn_ranks(target: Callable[..., Any], args: tuple[Any, ...], *, world_size
         RankFailed: a rank failed; the others were ended.
         Interrupted: SIGINT or SIGTERM came, and the ranks ended of themselves or were ended.
     """
+    names = names or [f"rank {rank}" for rank in range(world_size)]
     interrupts: list[float] = []
     all_started = False
 
@@ -155,7 +164,9 @@ def spawn_ranks(target: Callable[..., Any], args: tuple[Any, ...], *, world_size
                 processes.append(process)
                 connections.append(receiving)
             all_started = True
-            return _wait_for(processes, connections, interrupts)
+            return _wait_for(
+                processes, connections, interrupts, names or [f"rank {rank}" for rank in range(world_size)]
+            )
         finally:
             for process in processes:
                 if process.is_alive():
@@ -166,7 +177,9 @@ def spawn_ranks(target: Callable[..., Any], args: tuple[Any, ...], *, world_size
                 signal.signal(number, handler)
 
 
-def _wait_for(processes: list, connections: list[Connection], interrupts: list[float]) -> list[Any]:
+def _wait_for(
+    processes: list, connections: list[Connection], interrupts: list[float], names: Sequence[str]
+) -> list[Any]:
     """Collect every rank's last word; see `spawn_ranks`."""
     ended: dict[int, _Ended] = {}
     forwarded = False
@@ -180,7 +193,7 @@ def _wait_for(processes: list, connections: list[Connection], interrupts: list[f
                 ended[rank] = ready.recv()
             except EOFError:
                 processes[rank].join()
-                ended[rank] = _Ended(error=f"rank {rank} died without a word (exit code {processes[rank].exitcode})")
+                ended[rank] = _Ended(error=f"{names[rank]} died without a word (exit code {processes[rank].exitcode})")
             if ended[rank].error is not None:
                 failed_at = failed_at if failures else time.monotonic()
                 failures.append(ended[rank])
@@ -197,12 +210,10 @@ def _wait_for(processes: list, connections: list[Connection], interrupts: list[f
     if interrupts:
         raise Interrupted("interrupted")
     if failures:
-        # A rank that lost its peer fails too, with a traceback from the transport, and sometimes sooner than the news
-        # of the peer arrives; an error without a traceback is one of ours or a death, and explains the rest.
-        lost_peer = ("Connection closed by peer", "Connection reset by peer")
-        cause = next((one for one in failures if not one.details), None) or next(
-            (one for one in failures if not any(words in one.error for words in lost_peer)), failures[0]
-        )
+        # A rank that lost its peer fails too, and sometimes sooner than the news of the peer arrives; an error without
+        # a traceback is one of ours or a death, and explains the rest.
+        causes = [one for one in failures if not one.lost_peer] or failures
+        cause = next((one for one in causes if not one.details), causes[0])
         raise RankFailed(cause.error, is_user_error=cause.is_user_error, details=cause.details)
     for process in processes:
         process.join()

@@ -1,7 +1,9 @@
 """The one executor: runs this rank's slice of a schedule's table, whatever the schedule. There is no `if async`."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from time import perf_counter
 
 import torch
@@ -10,6 +12,7 @@ from torch import distributed as dist
 
 from megaasync.data.microbatches import Microbatch, MicrobatchSource
 from megaasync.distributed import TransportError
+from megaasync.distributed.p2p import wait
 from megaasync.observe.trace import Recorder
 from megaasync.pipeline import TrainingError
 from megaasync.pipeline.channels import Channels
@@ -45,6 +48,7 @@ class Executor:
         rank: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        timeout: timedelta,
         recorder: Recorder,
     ) -> None:
         """Put the executor of one rank together.
@@ -57,9 +61,10 @@ class Executor:
             rank: on the pipeline axis.
             device: of the stages.
             group: of all ranks, or None for a single one.
+            timeout: longest wait for other ranks.
             recorder: gets start and end of every action.
         """
-        self.stages = stages
+        self.stages, self._timeout = stages, timeout
         self._source, self._updates, self._channels = source, updates, channels
         self._stage = {stage.index: stage for stage in stages}
         self._rank, self._device, self._group, self._recorder = rank, device, group, recorder
@@ -106,9 +111,16 @@ class Executor:
             yield from self._updates.take_new_results()
         except TrainingError:
             yield from self._updates.take_new_results()
-            self._channels.flush()
+            self._wait_for_all()
             raise
         self._channels.close((end_step - self._end) * schedule.num_microbatches)
+
+    def _wait_for_all(self) -> None:
+        """Before an end that all ranks come to: those that are not there yet need messages that this one still holds."""
+        if self._group is not None:
+            with suppress(TransportError):
+                done = dist.all_reduce(torch.zeros(1, device=self._device), group=self._group, async_op=True)
+                wait(done, self._timeout, peer=None)
 
     def _run_noted(self, action: Action) -> None:
         """Run one action; an error in it tells where in the table it was."""

@@ -199,6 +199,7 @@ def build_trainer(
         rank=rank,
         device=device,
         group=groups.all,
+        timeout=timeout,
         recorder=recorder,
     )
     validation = tokens.validation and ValidationMicrobatches(

@@ -1,6 +1,9 @@
 """The executor on real ranks: masks, numbers that are not finite, stops, precision, buffers."""
 
 import functools
+import os
+import signal
+import time
 from datetime import timedelta
 
 import numpy as np
@@ -13,6 +16,7 @@ from megaasync.data.prepare import PreparedData
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.entry.spawn import RankFailed, spawn_ranks
 from megaasync.pipeline import TrainingError
+from megaasync.schedules import COMPUTE_OPS, Op
 from megaasync.train.build import build_trainer
 from tests.support.configs import small_config
 from tests.support.runs import RunNumbers, run
@@ -86,7 +90,7 @@ class _Alone:
     rank, world_size, local_rank, local_world_size, init_method = 0, 1, 0, 1, ""
 
 
-def poisoned_rank(environment, config, rank, at):
+def poisoned_rank(environment, config, rank, at, microbatch=1):
     trainer = build(environment, config)
     executor = trainer.executor
     if environment.rank == rank:
@@ -94,7 +98,7 @@ def poisoned_rank(environment, config, rank, at):
 
         def poisoned(key, grad, *, version):
             x_grad = backward(key, grad, version=version)
-            if key == (at, 1):  # as a fault in one microbatch's kernel would
+            if key == (at, microbatch):  # as a fault in one microbatch's kernel would
                 executor.stages[0].gradients.sum_of(at)[0] = float("nan")
             return x_grad
 
@@ -119,7 +123,7 @@ def test_the_row_of_a_poisoned_last_step_is_written(schedule, at):
         assert updates <= at
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "interleaved_2bw", "wpipe"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_nan_on_one_rank_is_seen_by_all_in_its_step_and_never_applied(schedule, rank):
     config = small_config(schedule__name=schedule, parallel__pipeline=2, train__global_batch_size=8)
@@ -127,6 +131,16 @@ def test_a_nan_on_one_rank_is_seen_by_all_in_its_step_and_never_applied(schedule
     for seen, updates, finite in both:
         assert seen == list(range(6))
         assert updates == 5
+        assert finite
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_nan_under_pipedream_is_dropped_where_it_is_and_ends_all_in_its_step(rank):
+    """Stages clip and step by themselves, so others have stepped by the time all hear of it."""
+    config = small_config(schedule__name="pipedream", parallel__pipeline=3, train__global_batch_size=2, train__steps=12)
+    for seen, updates, finite in spawn_ranks(poisoned_rank, (config, rank, 5, 0), world_size=3):
+        assert seen == list(range(6))
+        assert 5 <= updates <= 8
         assert finite
 
 
@@ -150,27 +164,49 @@ def stopping_rank(environment, config, rank, at):
     return outcome.status, outcome.steps, numbers.column("loss").tolist(), masters
 
 
+STOPPED = {"1f1b": 4, "2bw": 4, "interleaved_2bw": 6, "wpipe": 3, "zbv": 4, "pipedream": 1}  # microbatches
+
+
+def stopped_config(schedule, **overrides):
+    return small_config(
+        "adamw",
+        schedule__name=schedule,
+        parallel__pipeline=3,
+        model__num_layers=6,
+        train__micro_batch_size=1,
+        train__global_batch_size=STOPPED[schedule],
+        train__steps=8,
+        **overrides,
+    )
+
+
 @functools.cache
 def uncut_losses(schedule):
-    return run(small_config("adamw", schedule__name=schedule, parallel__pipeline=3, train__steps=8)).column("loss")
+    return run(stopped_config(schedule)).column("loss")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-@pytest.mark.parametrize(("rank", "at"), [(0, 1), (2, 1), (1, 9), (2, 14), (0, 24), (0, 31), (2, 32)])
+STOPS = [
+    *[(name, *at) for name in ("1f1b", "2bw") for at in ((0, 1), (2, 1), (1, 9), (2, 14), (0, 24), (0, 31), (2, 32))],
+    *[(name, *at) for name in ("interleaved_2bw", "wpipe", "zbv") for at in ((0, 1), (1, 20), (2, 30))],
+    *[("pipedream", *at) for at in ((0, 1), (2, 1), (1, 4), (2, 5))],
+]
+
+
+@pytest.mark.parametrize(("schedule", "rank", "at"), STOPS)
 def test_a_stop_at_any_moment_ends_all_ranks_after_the_same_step(schedule, rank, at):
-    """8 steps of 4 microbatches, evaluation after the 4th; the stop is asked for at one rank's n-th forward."""
-    config = small_config(
-        "adamw", schedule__name=schedule, parallel__pipeline=3, train__steps=8, train__eval_interval=4
-    )
+    """8 steps, evaluation after the 4th; the stop is asked for at one rank's n-th forward."""
+    config = stopped_config(schedule, train__eval_interval=4)
     parts = spawn_ranks(stopping_rank, (config, rank, at), world_size=3)
     assert len({(status, steps, tuple(losses)) for status, steps, losses, _ in parts}) == 1
     status, steps, losses, _ = parts[0]
     assert len(losses) == steps
     whole = uncut_losses(schedule)
     np.testing.assert_array_equal(losses, whole[:steps])
-    asked_in = (at - 1) // 4
-    # the flag goes with the norm of that step at the latest, and is heeded at that step's STEP
-    assert steps <= min(asked_in + (1 if schedule == "1f1b" else 2), 8)
+    per_step = STOPPED[schedule] * len(phases_of(config)[0].schedule.stages_of(rank))
+    asked_in = (at - 1) // per_step
+    # the flag goes with the norm of that step at the latest, and is heeded at that step's RESULT
+    delay = max(phases_of(config)[0].schedule.delay)
+    assert steps <= min(asked_in + 1 + delay, 8)
     assert status == ("interrupted" if steps < 8 else "completed")
 
 
@@ -191,6 +227,70 @@ def failing_rank(environment, config):
 def test_an_exception_on_one_rank_names_the_action_and_ends_the_others():
     with pytest.raises(RankFailed, match=r"ZeroDivisionError: deliberate.*rank 1 was at 1S3 of schedule 2bw"):
         spawn_ranks(failing_rank, (small_config(parallel__pipeline=2),), world_size=2)
+
+
+def hanging_rank(environment, config, dies):
+    trainer = build(environment, config)
+    if environment.rank == 1:
+        backward = trainer.executor.stages[0].backward
+
+        def hang(key, grad, *, version):
+            if key == (2, 1):
+                if dies:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(20)
+            return backward(key, grad, version=version)
+
+        trainer.executor.stages[0].backward = hang
+    trainer.train()
+
+
+def test_a_hung_rank_is_named_with_what_was_waited_for():
+    config = small_config(parallel__pipeline=3, parallel__timeout_seconds=2.0)
+    start = time.monotonic()
+    wanted = (
+        r"rank 0, stage 0, step 3, microbatch 1: waited for the gradient for its backward from rank 1 \(stage 1\), "
+        r"and nothing came for 2 s: it hangs .* parallel.timeout_seconds"
+    )
+    with pytest.raises(RankFailed, match=wanted):
+        spawn_ranks(hanging_rank, (config, False), world_size=3)
+    assert time.monotonic() - start < 15
+
+
+def test_a_killed_rank_is_named():
+    names = ["a", "rank 1 (stage 1)", "c"]
+    with pytest.raises(RankFailed, match=r"rank 1 \(stage 1\) died without a word \(exit code -9\)"):
+        spawn_ranks(hanging_rank, (small_config(parallel__pipeline=3), True), world_size=3, names=names)
+
+
+def overlapping_rank(environment, config):
+    """A run whose STEP takes long; what the recorder saw."""
+    trainer = build(environment, config)
+    stage = trainer.executor.stages[0]
+    step, forward = stage.step, stage.forward
+
+    def slow_step(number, **arguments):
+        time.sleep(0.03)
+        step(number, **arguments)
+
+    def slow_forward(key, x, microbatch, *, version):
+        time.sleep(0.01)
+        return forward(key, x, microbatch, version=version)
+
+    stage.step, stage.forward = slow_step, slow_forward
+    outcome = trainer.train()
+    leave_group()
+    return outcome.timeline.spans
+
+
+def test_forwards_and_backwards_go_on_during_a_step():
+    spans = spawn_ranks(overlapping_rank, (small_config(parallel__pipeline=2, train__steps=10),), world_size=2)[0]
+    for rank in (0, 1):
+        mine = [s for s in spans if s.rank == rank]
+        for step in (s for s in mine if s.action.op is Op.STEP and 2 <= s.action.step <= 6):
+            assert step.beside
+            under = [s for s in mine if s.action.op in COMPUTE_OPS and s.start < step.end and s.end > step.start]
+            assert len(under) >= 2, f"rank {rank} did nothing during {step.action}"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
