@@ -34,6 +34,7 @@ setup(
         "sentencepiece>=0.2",
         "wandb>=0.20",
         "rich>=13",
+        "matplotlib>=3.8",
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.3"],

@@ -156,3 +156,21 @@ def write_chrome_trace(timeline: Timeline, path: Path) -> None:
             }
         )
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def read_chrome_trace(path: Path) -> Timeline:
+    """The timeline that `write_chrome_trace` wrote."""
+    everything = json.loads(path.read_text())["traceEvents"]
+    num_ranks = sum(event["ph"] == "M" for event in everything) // 2
+    events = [event for event in everything if event["ph"] == "X"]
+    spans = [
+        Span(
+            event["tid"] % num_ranks,
+            Action(Op(event["cat"]), event["args"]["stage"], event["args"]["step"], event["args"]["microbatch"]),
+            event["ts"] / 1e6,
+            (event["ts"] + event["dur"]) / 1e6,
+            event["tid"] >= num_ranks,
+        )
+        for event in events
+    ]
+    return Timeline(sorted(spans, key=lambda span: (span.start, span.rank)), num_ranks)

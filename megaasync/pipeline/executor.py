@@ -116,7 +116,7 @@ class Executor:
         self._channels.close((end_step - self._end) * schedule.num_microbatches)
 
     def _wait_for_all(self) -> None:
-        """Before an end that all ranks come to: those that are not there yet need messages that this one still holds."""
+        """Before an end that all ranks come to: those not there yet need messages that this one still holds."""
         if self._group is not None:
             with suppress(TransportError):
                 done = dist.all_reduce(torch.zeros(1, device=self._device), group=self._group, async_op=True)

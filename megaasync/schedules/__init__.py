@@ -5,7 +5,7 @@ from megaasync.schedules.catalog import SCHEDULES, ScheduleKind, build_schedule
 from megaasync.schedules.figures import ScheduleReport, report
 from megaasync.schedules.passes import with_tied_embeddings
 from megaasync.schedules.phases import Phase, make_phases
-from megaasync.schedules.render import render_svg, render_text
+from megaasync.schedules.render import color_of, legend_of, render_svg, render_text
 from megaasync.schedules.rules import check, check_table, show_with_arrow
 from megaasync.schedules.schedule import PipelineSchedule, ScheduleError, unroll, unroll_all
 from megaasync.schedules.simulation import Costs, Span, bubble_of, simulate
@@ -26,6 +26,8 @@ __all__ = [
     "build_schedule",
     "check",
     "check_table",
+    "color_of",
+    "legend_of",
     "make_phases",
     "parse_action",
     "render_svg",

@@ -1,5 +1,6 @@
 """A timeline as text and as SVG: planned (simulated spans) or measured (traced spans)."""
 
+import colorsys
 from html import escape
 
 from megaasync.schedules.action import COMPUTE_OPS, Action, Op
@@ -39,15 +40,18 @@ _LIGHTNESS = {Op.F: 74, Op.B: 50, Op.I: 56, Op.W: 40}
 _ROW, _STRIP, _GAP, _LEFT, _WIDTH = 28, 9, 6, 62, 1100
 
 
-def _color(span: Span, num_ranks: int) -> str:
-    if span.action.op not in COMPUTE_OPS:
-        return {Op.STEP: "#333", Op.NORM: "#888"}.get(span.action.op, "#bbb")
-    hue = _HUES[span.action.step % len(_HUES)]
-    saturation = 70 - 38 * min(chunk_of(span.action, num_ranks), 1)
-    return f"hsl({hue} {saturation}% {_LIGHTNESS[span.action.op]}%)"
+def color_of(action: Action, *, num_ranks: int) -> str:
+    """#rrggbb: the hue is the step, the lightness the operation; later chunks are paler, all but compute is grey."""
+    if action.op not in COMPUTE_OPS:
+        return {Op.STEP: "#333333", Op.NORM: "#888888"}.get(action.op, "#bbbbbb")
+    hue = _HUES[action.step % len(_HUES)] / 360
+    saturation = (70 - 38 * min(chunk_of(action, num_ranks), 1)) / 100
+    red, green, blue = colorsys.hls_to_rgb(hue, _LIGHTNESS[action.op] / 100, saturation)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
-def _legend(spans: list[Span]) -> str:
+def legend_of(spans: list[Span]) -> str:
+    """What colours, shades and numbers of a timeline mean."""
     ops = {span.action.op for span in spans}
     shades = ["light = forward (F)"]
     shades += ["dark = backward (B)"] if Op.B in ops else []
@@ -100,8 +104,9 @@ def render_svg(
                 continue
             x, width = _LEFT + (left - start) * scale, (right - left) * scale
             y, tall = (top + _ROW, strip) if span.beside else (top, _ROW)
+            color = color_of(span.action, num_ranks=len(ranks))
             parts.append(
-                f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{tall}" fill="{_color(span, len(ranks))}" '
+                f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{tall}" fill="{color}" '
                 f'stroke="#fff" stroke-width="0.5"><title>{span.action}: {left - start:.4g} to {right - start:.4g} '
                 f"{escape(unit)}</title></rect>"
             )
@@ -119,6 +124,6 @@ def render_svg(
             f'<text x="{x:.1f}" y="{axis}" text-anchor="{anchor}" fill="#555">{(end - start) * tick / 5:.3g}</text>'
         )
     parts.append(
-        f'<text x="{_LEFT}" y="{axis + 16}" fill="#555">time ({escape(unit)}); {escape(_legend(spans))}</text></svg>'
+        f'<text x="{_LEFT}" y="{axis + 16}" fill="#555">time ({escape(unit)}); {escape(legend_of(spans))}</text></svg>'
     )
     return "".join(parts)

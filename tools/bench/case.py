@@ -1,0 +1,62 @@
+"""What is measured: one engine, one schedule, one size."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """Costs of emulated actions, in seconds of sleep; of a whole rank, so a chunk takes its share.
+
+    Attributes:
+        forward, backward: of one microbatch. A split backward is half input and half weight gradients.
+        hop: from the end of an action to the moment its message may be used on another rank.
+        reduce: data-parallel reduction, per rank and step.
+        step: optimizer, per rank and step.
+    """
+
+    forward: float
+    backward: float
+    hop: float = 0.0
+    reduce: float = 0.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement.
+
+    Attributes:
+        engine: "megaasync" or "torch".
+        schedule: a name of `megaasync.schedules.SCHEDULES`, or of a class of torch.distributed.pipelining.
+        num_ranks, num_microbatches, extra_in_flight: sizes.
+        num_steps: steps run; the first and the last are not measured.
+        overlap: the optimizer step runs in the background.
+    """
+
+    engine: str
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    num_steps: int
+    extra_in_flight: int = 0
+    overlap: bool = True
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        notes = [f"e = {self.extra_in_flight}"] if self.extra_in_flight else []
+        notes += [] if self.overlap else ["exposed step"]
+        return f"{self.engine} {self.schedule}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one measurement gave.
+
+    Attributes:
+        period: seconds per step.
+        bubble: share of all ranks' time outside forward and backward.
+    """
+
+    period: float
+    bubble: float

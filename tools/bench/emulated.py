@@ -1,0 +1,195 @@
+"""Emulated compute on our engine: every action sleeps its cost; transport, threads and tables are the real ones."""
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from bench.case import Case, Emulation, Measured
+from megaasync.distributed.environment import RankEnvironment
+from megaasync.distributed.groups import join_group, leave_group
+from megaasync.distributed.p2p import Receiver, TensorSpec
+from megaasync.observe.trace import Recorder, Timeline, merge
+from megaasync.pipeline.channels import Channels, Transport
+from megaasync.pipeline.executor import Executor
+from megaasync.pipeline.updates import Updates
+from megaasync.schedules import Costs, Phase, build_schedule, report
+
+_CPU = torch.device("cpu")
+_TIMEOUT = timedelta(seconds=120)
+_SPEC = TensorSpec((64,), torch.float64, _CPU)
+
+
+def sleep_until(moment: float) -> None:
+    """Sleep to a moment of `perf_counter`."""
+    if (left := moment - perf_counter()) > 0:
+        time.sleep(left)
+
+
+class EmulatedStage:
+    """Stands where a `PipelineStage` stands and sleeps."""
+
+    def __init__(self, index: int, num_stages: int, costs: Emulation, *, share: float) -> None:
+        self.index, self._costs, self._share = index, costs, share
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.num_updates = 0
+
+    def _message(self) -> Tensor:
+        return torch.zeros(_SPEC.shape, dtype=_SPEC.dtype)
+
+    def forward(self, key: Any, x: Any, microbatch: Any, *, version: int) -> Tensor | None:
+        """Sleep a forward."""
+        time.sleep(self._costs.forward * self._share)
+        return None if self.is_last else self._message()
+
+    def backward(self, key: Any, grad: Any, *, version: int) -> Tensor | None:
+        """Sleep a backward."""
+        time.sleep(self._costs.backward * self._share)
+        return None if self.is_first else self._message()
+
+    def backward_input(self, key: Any, grad: Any, *, version: int) -> Tensor | None:
+        """Sleep half a backward."""
+        time.sleep(self._costs.backward / 2 * self._share)
+        return None if self.is_first else self._message()
+
+    def backward_weight(self, key: Any) -> None:
+        """Sleep the other half."""
+        time.sleep(self._costs.backward / 2 * self._share)
+
+    def reduce(self, step: int) -> None:
+        """Sleep a reduction."""
+        time.sleep(self._costs.reduce * self._share)
+
+    def norm_terms(self, step: int) -> Tensor:
+        """One token, so that the loss is a number."""
+        return torch.tensor([1.0, 1.0 if self.is_last else 0.0, 1.0 if self.is_last else 0.0], dtype=torch.float64)
+
+    def tokens_of(self, step: int) -> Tensor:
+        """One."""
+        return torch.ones(())
+
+    def step(self, step: int, *, scale: float, ahead: int) -> None:
+        """Sleep an optimizer step."""
+        time.sleep(self._costs.step * self._share)
+        self.num_updates += 1
+
+
+class DelayedChannels(Channels):
+    """Channels whose messages carry the time they were sent at, and may be used only `hop` later."""
+
+    def __init__(self, *args: Any, hop: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._hop = hop
+
+    def send(self, direction: str, stage: int, tensor: Tensor) -> None:
+        """Stamp and send."""
+        tensor[0] = perf_counter()
+        super().send(direction, stage, tensor)
+
+    def take(self, direction: str, stage: int) -> Tensor:
+        """Take, and wait out the hop if the message came from another rank."""
+        tensor = super().take(direction, stage)
+        if isinstance(self._into[direction, stage], Receiver):
+            sleep_until(tensor[0].item() + self._hop)
+        return tensor
+
+
+class _NoData:
+    def get(self, step: int, microbatch: int) -> None:
+        """Nothing: emulated stages read no tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedRun:
+    """Figures and the timeline they are from."""
+
+    measured: Measured
+    timeline: Timeline
+
+
+def run_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> list[Any]:
+    """One rank's spans."""
+    join_group(environment, device=_CPU, timeout=_TIMEOUT)
+    torch.set_num_threads(1)
+    schedule = build_schedule(
+        case.schedule,
+        num_ranks=case.num_ranks,
+        num_microbatches=case.num_microbatches,
+        extra_in_flight=case.extra_in_flight,
+    )
+    groups = {name: dist.new_group(timeout=_TIMEOUT) for name in ("forward", "backward", "norm")}
+    share = schedule.num_ranks / schedule.num_stages
+    rank = environment.rank
+    stages = [EmulatedStage(i, schedule.num_stages, costs, share=share) for i in schedule.stages_of(rank)]
+    recorder = Recorder(rank, traced=True, synchronize=None, enabled=True)
+    updates = Updates(
+        stages,
+        num_stages=schedule.num_stages,
+        clip_grad_norm=None,
+        groups=groups,
+        corrects=False,
+        overlap=case.overlap,
+        device=_CPU,
+        timeout=_TIMEOUT,
+        recorder=recorder,
+    )
+    transport = Transport(
+        _SPEC,
+        posted_ahead=2 + 2 * case.extra_in_flight,
+        max_outstanding=max(schedule.in_flight) + 2,
+        timeout=_TIMEOUT,
+    )
+    channels = DelayedChannels(schedule.rank_of_stage, rank=rank, transport=transport, groups=groups, hop=costs.hop)
+    executor = Executor(
+        stages, _NoData(), updates, channels, rank=rank, device=_CPU, group=None, timeout=_TIMEOUT, recorder=recorder
+    )
+    dist.barrier()
+    for _ in executor.run(Phase(schedule, 0, case.num_steps, settles=False), 0, case.num_steps, settle=True):
+        pass
+    dist.barrier()
+    leave_group()
+    return list(recorder.spans)
+
+
+def measure(parts: list[list[Any]], case: Case) -> EmulatedRun:
+    """Put the ranks' spans together.
+
+    The period is taken between the last backwards of two steps on rank 0, so fill and drain are outside.
+    """
+    timeline = merge([(spans, []) for spans in parts])
+    ends: dict[int, float] = {}
+    for span in parts[0]:
+        if span.action.op.value in "BIW":
+            ends[span.action.step] = max(ends.get(span.action.step, 0.0), span.end)
+    first, last = 1, case.num_steps - 2
+    period = (ends[last] - ends[first]) / (last - first)
+    return EmulatedRun(Measured(period, timeline.bubble(num_steps=case.num_steps)), timeline)
+
+
+def planned(case: Case, costs: Emulation) -> Measured:
+    """What the simulator says of the same case."""
+    schedule = build_schedule(
+        case.schedule,
+        num_ranks=case.num_ranks,
+        num_microbatches=case.num_microbatches,
+        extra_in_flight=case.extra_in_flight,
+    )
+    share = schedule.num_ranks / schedule.num_stages
+    figures = report(
+        schedule,
+        costs=Costs(
+            costs.forward * share,
+            costs.backward * share,
+            costs.backward * share / 2,
+            reduce=costs.reduce * share,
+            step=costs.step * share,
+            hop=costs.hop,
+        ),
+        overlap=case.overlap,
+    )
+    return Measured(figures.period, figures.bubble)

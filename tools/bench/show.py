@@ -1,0 +1,160 @@
+"""What a benchmark shows: a table, a CSV file and a picture."""
+
+import csv
+import io
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+from rich.console import Console
+from rich.table import Table
+
+from bench.case import Case, Measured
+
+mpl.use("Agg")
+
+from matplotlib import pyplot
+
+from megaasync.schedules import SCHEDULES
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One case's measurements, one per round, with what was planned.
+
+    Attributes:
+        rounds: in the order in which they were made; the rounds of all lines are alternated.
+        planned: by the simulator; None for torch's schedules.
+        tokens: per step.
+    """
+
+    case: Case
+    rounds: list[Measured]
+    planned: Measured | None
+    tokens: int
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether it has no delay."""
+        return self.case.engine == "torch" or not SCHEDULES[self.case.schedule].has_delay
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """A line's throughput over others', medians of the rounds' ratios."""
+
+    to_torch_1f1b: float | None
+    to_best_synchronous: float
+    ideal_to_1f1b: float | None
+
+
+def ratios_of(line: Line, lines: Sequence[Line]) -> Ratios:
+    """Compare a line with torch's 1F1B, and with the synchronous line of the best median."""
+
+    def over(other: Line) -> float:
+        pairs = zip(other.rounds, line.rounds, strict=True)
+        return statistics.median(theirs.period / ours.period for theirs, ours in pairs)
+
+    def find(engine: str, schedule: str) -> Line | None:
+        return next((one for one in lines if (one.case.engine, one.case.schedule) == (engine, schedule)), None)
+
+    torch_1f1b, plain = find("torch", "Schedule1F1B"), find("megaasync", "1f1b")
+    best = min((one for one in lines if one.is_synchronous), key=median_period)
+    ideal = None if plain is None or line.planned is None else plain.planned.period / line.planned.period
+    return Ratios(None if torch_1f1b is None else over(torch_1f1b), over(best), ideal)
+
+
+def median_period(line: Line) -> float:
+    """Seconds per step."""
+    return statistics.median(one.period for one in line.rounds)
+
+
+def rows_of(lines: Sequence[Line]) -> list[dict[str, object]]:
+    """The figures of one setting, as the CSV has them."""
+    rows = []
+    for line in lines:
+        ratios = ratios_of(line, lines)
+        period = median_period(line)
+        rows.append(
+            {
+                "engine": line.case.engine,
+                "schedule": line.case.label.removeprefix(f"{line.case.engine} "),
+                "ranks": line.case.num_ranks,
+                "microbatches": line.case.num_microbatches,
+                "seconds_per_step": round(period, 5),
+                "tokens_per_second": round(line.tokens / period, 1),
+                "bubble": round(statistics.median(one.bubble for one in line.rounds), 4),
+                "bubble_planned": None if line.planned is None else round(line.planned.bubble, 4),
+                "over_torch_1f1b": None if ratios.to_torch_1f1b is None else round(ratios.to_torch_1f1b, 4),
+                "over_best_synchronous": round(ratios.to_best_synchronous, 4),
+                "planned_over_1f1b": None if ratios.ideal_to_1f1b is None else round(ratios.ideal_to_1f1b, 4),
+                "rounds": len(line.rounds),
+            }
+        )
+    return rows
+
+
+def print_table(title: str, rows: Sequence[dict[str, object]]) -> None:
+    """The figures for people, as wide as they are."""
+    table = Table(title=title, title_justify="left")
+    heads = {
+        "engine": "engine",
+        "schedule": "schedule",
+        "tokens_per_second": "tokens/s",
+        "bubble": "bubble",
+        "bubble_planned": "planned",
+        "over_torch_1f1b": "x torch 1F1B",
+        "planned_over_1f1b": "planned x 1f1b",
+        "over_best_synchronous": "x best synchronous",
+    }
+    for name, head in heads.items():
+        table.add_column(head, justify="left" if name in ("engine", "schedule") else "right")
+    for row in rows:
+        cells = ["-" if row[name] is None else row[name] for name in heads]
+        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) and cell < 100 else str(cell) for cell in cells))
+    Console(width=140, highlight=False).print(table)
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    """All rows of all settings."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    path.write_text(text.getvalue())
+
+
+def write_png(path: Path, settings: Sequence[tuple[str, list[dict[str, object]]]]) -> None:
+    """One panel per setting: tokens per second over the best synchronous schedule's."""
+    height = max(len(rows) for _, rows in settings)
+    figure, axes = pyplot.subplots(
+        1, len(settings), figsize=(1 + 5.4 * len(settings), 1.6 + 0.36 * height), squeeze=False, layout="constrained"
+    )
+    colors = {"torch": "#9aa5b1", "synchronous": "#5b8db8", "asynchronous": "#d8733c"}
+    for axis, (title, rows) in zip(axes[0], settings, strict=True):
+        kinds = [
+            "torch"
+            if row["engine"] == "torch"
+            else "asynchronous"
+            if SCHEDULES[str(row["schedule"]).split(" (")[0]].has_delay
+            else "synchronous"
+            for row in rows
+        ]
+        values = [float(row["over_best_synchronous"]) for row in rows]
+        places = range(len(rows))
+        axis.barh(places, values, color=[colors[kind] for kind in kinds])
+        axis.set_yticks(places, [str(row["schedule"]).replace("Schedule", "") for row in rows], fontsize=9)
+        for place, value in zip(places, values, strict=True):
+            axis.text(value + 0.01, place, f"{value:.2f}", va="center", fontsize=8)
+        axis.invert_yaxis()
+        axis.axvline(1.0, color="#333", linewidth=0.8)
+        axis.set_xlim(0, max(values) * 1.15)
+        axis.set_xlabel("tokens/s, best synchronous schedule = 1")
+        axis.set_title(title, fontsize=10, loc="left")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+    labels = ["torch.distributed.pipelining", "megaasync, synchronous", "megaasync, asynchronous"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

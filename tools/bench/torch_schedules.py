@@ -1,0 +1,275 @@
+"""torch.distributed.pipelining's schedules on the same emulated costs, or on the same model and optimizer, as ours."""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import pipelining
+
+from bench.case import Case, Emulation, Measured
+from bench.emulated import sleep_until
+from megaasync.config.schema import TrainConfig
+from megaasync.data.microbatches import TokenSequences, TrainingMicrobatches
+from megaasync.data.synthetic import MarkovSource
+from megaasync.distributed.environment import RankEnvironment
+from megaasync.distributed.groups import join_group, leave_group
+from megaasync.models.initialize import initialize_
+from megaasync.models.partition import deal_layers
+from megaasync.models.transformer import DecoderStage
+from megaasync.nn.loss import cross_entropy_sum
+from megaasync.nn.precision import at_least_float32
+from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.lr_schedule import lr_schedule
+from megaasync.optim.routing import route_parameters
+from megaasync.optim.stage_optimizer import StageOptimizer
+from megaasync.pipeline.gradients import GradientBuffers
+from megaasync.pipeline.stage import sum_of_squares
+from megaasync.pipeline.weight_versions import WeightVersions
+from megaasync.train.plan import DTYPES
+
+_CPU = torch.device("cpu")
+_TIMEOUT = timedelta(seconds=120)
+
+# class name in torch.distributed.pipelining, stages per rank, and whether they lie in a V
+TORCH_SCHEDULES = {
+    "ScheduleGPipe": (1, False),
+    "Schedule1F1B": (1, False),
+    "ScheduleInterleaved1F1B": (2, False),
+    "ScheduleInterleavedZeroBubble": (2, False),
+    "ScheduleZBVZeroBubble": (2, True),
+}
+_SINGLE = ("ScheduleGPipe", "Schedule1F1B")
+
+
+def stages_of(case: Case, rank: int) -> list[int]:
+    """The stages of a rank."""
+    chunks, is_v = TORCH_SCHEDULES[case.schedule]
+    last = case.num_ranks * chunks - 1
+    return [rank, last - rank] if is_v else [rank + chunk * case.num_ranks for chunk in range(chunks)]
+
+
+def num_stages(case: Case) -> int:
+    """Stages of the whole model."""
+    return case.num_ranks * TORCH_SCHEDULES[case.schedule][0]
+
+
+def make_schedule(case: Case, stages: list[pipelining.PipelineStage], loss: Callable[[Any, Any], Tensor]) -> Any:
+    """The schedule over a rank's stages; gradients are sums, as ours are."""
+    kind = getattr(pipelining, case.schedule, None) or getattr(pipelining.schedules, case.schedule)
+    given = stages[0] if case.schedule in _SINGLE else stages
+    return kind(given, case.num_microbatches, loss_fn=loss, scale_grads=False)
+
+
+@contextmanager
+def _quiet() -> Any:
+    logger = logging.getLogger("torch.distributed.pipelining")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+class _Sleep(torch.autograd.Function):
+    """Sleeps forward and backward; its tensors carry the time they were made at."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, forward: float, backward: float, hop: float) -> Tensor:  # noqa: ANN001 - torch's
+        ctx.backward_seconds, ctx.hop = backward, hop
+        sleep_until(x.flatten()[0].item() + hop)
+        time.sleep(forward)
+        return torch.full_like(x, perf_counter())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN001 - torch's
+        sleep_until(grad.flatten()[0].item() + ctx.hop)
+        time.sleep(ctx.backward_seconds)
+        return torch.full_like(grad, perf_counter()), None, None, None
+
+
+class _SleepWeight(torch.autograd.Function):
+    """Adds nothing, and sleeps when its weight's gradient is taken."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, backward: float) -> Tensor:  # noqa: ANN001 - torch's
+        ctx.backward_seconds = backward
+        return torch.zeros_like(weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001 - torch's
+        time.sleep(ctx.backward_seconds)
+        return torch.zeros_like(grad), None
+
+
+class EmulatedModule(nn.Module):
+    """One emulated stage: half of its backward belongs to the input, half to the weight."""
+
+    def __init__(self, costs: Emulation, *, share: float, width: int, is_first: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width, dtype=torch.float64))
+        self._costs, self._share, self._is_first = costs, share, is_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1, width] to [1, width]."""
+        costs, share = self._costs, self._share
+        if self._is_first:
+            x = x.detach().zero_().requires_grad_(True)
+        half = costs.backward / 2 * share
+        return _Sleep.apply(x, costs.forward * share, half, costs.hop) + _SleepWeight.apply(self.weight, half)
+
+
+def _zero_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output * 0).sum()
+
+
+def run_emulated_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> Measured:
+    """One rank of an emulated run; the period of rank 0 counts."""
+    join_group(environment, device=_CPU, timeout=_TIMEOUT)
+    torch.set_num_threads(1)
+    width, m = 64, case.num_microbatches
+    example = torch.zeros(1, width, dtype=torch.float64, requires_grad=True)  # what needs no gradient gets none
+    share = case.num_ranks / num_stages(case)
+    stages = [
+        pipelining.PipelineStage(
+            EmulatedModule(costs, share=share, width=width, is_first=index == 0),
+            index,
+            num_stages(case),
+            _CPU,
+            input_args=(example.detach() if index == 0 else example,),
+            output_args=(example,),
+        )
+        for index in stages_of(case, environment.rank)
+    ]
+    norm_group = dist.new_group(timeout=_TIMEOUT)
+    with _quiet():
+        schedule = make_schedule(case, stages, _zero_loss)
+        has_first = 0 in stages_of(case, environment.rank)
+        has_last = num_stages(case) - 1 in stages_of(case, environment.rank)
+        batch = torch.zeros(m, width, dtype=torch.float64)
+        ends = []
+        for _ in range(case.num_steps):
+            given = (batch,) if has_first else ()
+            schedule.step(*given, **({"target": batch} if has_last else {}), return_outputs=False)
+            time.sleep(costs.reduce)
+            terms = torch.zeros(4, dtype=torch.float64)
+            dist.all_reduce(terms, group=norm_group)
+            time.sleep(costs.step)
+            ends.append(perf_counter())
+    leave_group()
+    period = (ends[-2] - ends[1]) / (case.num_steps - 3)
+    return Measured(period, 1 - m * (costs.forward + costs.backward) / period)
+
+
+class _FirstOrMiddle(nn.Module):
+    def __init__(self, stage: DecoderStage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        stage = self.stage
+        if stage.embedding is not None:
+            x = stage.embedding(x)
+        for layer in stage.layers.values():
+            x = layer(x, stage.rotary)
+        return x
+
+
+class _Last(_FirstOrMiddle):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stage.head(self.stage.final_norm(super().forward(x)))
+
+
+def _loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    return cross_entropy_sum(logits_BSV, labels_BS, torch.ones_like(labels_BS, dtype=torch.bool))
+
+
+class _Updated:
+    """A stage's weights in one flat buffer, gradient sum and optimizer: the same kernels as in our engine."""
+
+    def __init__(self, module: DecoderStage, config: TrainConfig) -> None:
+        parameters = dict(module.named_parameters())
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        layout = FlatLayout(shapes, route_parameters(shapes, config.optimizer))
+        dtype = at_least_float32(DTYPES[config.train.dtype])
+        self.optimizer = StageOptimizer(
+            layout,
+            [parameter.detach() for parameter in parameters.values()],
+            dtype=dtype,
+            learning_rate=lr_schedule(config.train, peak=config.optimizer.lr),
+        )
+        self.versions = WeightVersions(module, layout, num_slots=1)
+        self.gradients = GradientBuffers([module], layout, num_buffers=1, dtype=dtype)
+
+
+def run_real_rank(environment: RankEnvironment, case: Case, config: TrainConfig) -> tuple[list[float], list[float]]:
+    """One rank of a real run: times at which steps ended, and losses (on the last stage's rank)."""
+    join_group(environment, device=_CPU, timeout=_TIMEOUT)
+    torch.set_num_threads(1)
+    count, model, train = num_stages(case), config.model, config.train
+    updated, stages = [], []
+    hidden = torch.zeros(train.micro_batch_size, model.seq_length, model.hidden_size, requires_grad=True)
+    tokens = torch.zeros(train.micro_batch_size, model.seq_length, dtype=torch.int64)
+    logits = torch.zeros(train.micro_batch_size, model.seq_length, model.vocab_size, requires_grad=True)
+    for index in stages_of(case, environment.rank):
+        module = DecoderStage(model, deal_layers(model, num_stages=count)[index])
+        initialize_(module, model, seed=train.seed)
+        updated.append(_Updated(module, config))
+        is_last = index == count - 1
+        stages.append(
+            pipelining.PipelineStage(
+                _Last(module) if is_last else _FirstOrMiddle(module),
+                index,
+                count,
+                _CPU,
+                input_args=(tokens if index == 0 else hidden,),
+                output_args=(logits if is_last else hidden,),
+            )
+        )
+    chain = MarkovSource(vocab_size=model.vocab_size, branching=config.data.branching, seed=train.seed)
+    sequences = TokenSequences(
+        chain.tokens(num_tokens=config.data.num_tokens, stream=0),
+        seq_length=model.seq_length,
+        vocab_size=model.vocab_size,
+        name="synthetic data",
+    )
+    source = TrainingMicrobatches(
+        sequences,
+        micro_batch_size=train.micro_batch_size,
+        num_microbatches=case.num_microbatches,
+        seed=train.seed,
+        device=_CPU,
+    )
+    norm_group = dist.new_group(timeout=_TIMEOUT)
+    held = stages_of(case, environment.rank)
+    with _quiet():
+        schedule = make_schedule(case, stages, _loss)
+        ends, losses = [], []
+        for step in range(case.num_steps):
+            microbatches = [source.get(step, i) for i in range(case.num_microbatches)]
+            for one in updated:
+                one.gradients.attach(one.versions.module(0), step)
+            given = (torch.cat([one.tokens_BS for one in microbatches]),) if 0 in held else ()
+            of_step: list[Tensor] = []
+            last = {"target": torch.cat([one.labels_BS for one in microbatches]), "losses": of_step}
+            schedule.step(*given, **(last if count - 1 in held else {}), return_outputs=False)
+            terms = torch.zeros(2, dtype=torch.float64)
+            terms[0] = sum(sum_of_squares(one.gradients.sum_of(step)) for one in updated)
+            terms[1] = sum(one.detach().double() for one in of_step)
+            dist.all_reduce(terms, group=norm_group)
+            num_tokens = train.global_batch_size * model.seq_length
+            norm = terms[0].item() ** 0.5 / num_tokens
+            scale = min(1.0, (train.clip_grad_norm or float("inf")) / norm) / num_tokens
+            for one in updated:
+                one.optimizer.step(one.gradients.sum_of(step), scale=scale, publish=one.versions.flat(0), ahead=0)
+            ends.append(perf_counter())
+            losses.append(terms[1].item() / num_tokens)
+    leave_group()
+    return ends, losses

@@ -1,0 +1,203 @@
+"""Throughput of every schedule side by side: our engine and torch.distributed.pipelining, real or emulated compute.
+
+    python tools/bench_pipeline.py [mode=emulated|real] [ranks=4,8] [microbatches_per_rank=1,2] [key=value ...]
+
+Real compute runs the product's trainer (and the same model and optimizer under torch's schedules) on one thread per
+rank. Emulated compute sleeps each action's cost over the real transport, so that more ranks than cores can be measured.
+Rounds are alternated between the schedules; figures are medians. Writes bench.csv and bench.png into `out`.
+"""
+
+import sys
+import time
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from bench.case import Case, Emulation, Measured
+from bench.emulated import measure, planned
+from bench.emulated import run_rank as run_emulated
+from bench.real import measure_timeline, real_config
+from bench.real import run_rank as run_real
+from bench.show import Line, print_table, rows_of, write_csv, write_png
+from bench.torch_schedules import TORCH_SCHEDULES, run_emulated_rank, run_real_rank
+from megaasync.config import ConfigError, read
+from megaasync.entry.spawn import Interrupted, spawn_ranks
+from megaasync.schedules import SCHEDULES, ScheduleError, build_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What to measure.
+
+    Attributes:
+        mode: emulated or real compute.
+        ranks: numbers of pipeline ranks.
+        microbatches_per_rank: m / P; every combination with `ranks` is one setting.
+        schedules: names of ours and classes of torch's, or `all`; `pipedream` (m = 1 only) is not among `all`.
+        extra_in_flight: for those of ours that take it.
+        overlap_step: our optimizer steps run in the background.
+        rounds: measurements of each schedule.
+        steps: per measurement.
+        forward_ms, backward_ms: emulated costs of one microbatch on one rank.
+        hop, reduce, step: emulated, in forwards: between ranks; per step.
+        overrides: of the model and optimizer in real mode, as for megaasync.pretrain.
+        out: folder to write to; null makes one under runs/.
+    """
+
+    mode: Literal["emulated", "real"] = "emulated"
+    ranks: tuple[int, ...] = (4,)
+    microbatches_per_rank: tuple[int, ...] = (1, 2)
+    schedules: Literal["all"] | tuple[str, ...] = "all"
+    extra_in_flight: int = 0
+    overlap_step: bool = True
+    rounds: int = 3
+    steps: int = 10
+    forward_ms: float = 40.0
+    backward_ms: float = 80.0
+    hop: float = 0.0
+    reduce: float = 0.0
+    step: float = 0.0
+    overrides: tuple[str, ...] = ()
+    out: str | None = None
+
+
+def read_arguments(arguments: list[str]) -> Bench:
+    """The command line as a Bench.
+
+    Raises:
+        ConfigError: names key, value and remedy.
+    """
+    given: dict[str, Any] = {one.name: one.default for one in fields(Bench) if one.default is not MISSING}
+    listed = {"ranks", "microbatches_per_rank", "overrides"}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise ConfigError(f"{argument}: cannot be read as key=value")
+        parsed = yaml.safe_load(f"[{value}]")
+        given[key] = parsed if key in listed or (key == "schedules" and value != "all") else yaml.safe_load(value)
+    bench = read(Bench, given)
+    known = {**SCHEDULES, **TORCH_SCHEDULES}
+    for name in () if bench.schedules == "all" else bench.schedules:
+        if name not in known:
+            raise ConfigError(f"schedules={name}: unknown schedule; choose {', '.join(known)}")
+    for key, least in (("rounds", 1), ("steps", 5), ("forward_ms", 0), ("backward_ms", 0)):
+        if getattr(bench, key) < least:
+            raise ConfigError(f"{key}={getattr(bench, key)}: must be at least {least}")
+    for key in ("ranks", "microbatches_per_rank"):
+        if not getattr(bench, key) or min(getattr(bench, key)) < 1:
+            raise ConfigError(f"{key}={list(getattr(bench, key))}: must be numbers of at least 1")
+    return bench
+
+
+def cases_of(bench: Bench, *, num_ranks: int, per_rank: int) -> list[Case]:
+    """The schedules that are defined for a size."""
+    microbatches = num_ranks * per_rank
+    names = [*TORCH_SCHEDULES, *(name for name in SCHEDULES if name != "pipedream")]
+    names = names if bench.schedules == "all" else list(bench.schedules)
+    cases = []
+    for name in names:
+        is_ours = name in SCHEDULES
+        extra = bench.extra_in_flight if is_ours and SCHEDULES[name].takes_extra_in_flight else 0
+        case = Case(
+            "megaasync" if is_ours else "torch",
+            name,
+            num_ranks,
+            microbatches,
+            bench.steps,
+            extra_in_flight=extra,
+            overlap=bench.overlap_step or not is_ours,
+        )
+        if is_ours:
+            try:
+                build_schedule(name, num_ranks=num_ranks, num_microbatches=microbatches, extra_in_flight=extra)
+            except ScheduleError as error:
+                print(f"left out: {error}", flush=True)
+                continue
+        cases.append(case)
+    return cases
+
+
+def emulation_of(bench: Bench) -> Emulation:
+    """Costs in seconds."""
+    forward = bench.forward_ms / 1000
+    return Emulation(
+        forward,
+        bench.backward_ms / 1000,
+        hop=bench.hop * forward,
+        reduce=bench.reduce * forward,
+        step=bench.step * forward,
+    )
+
+
+def measure_once(bench: Bench, case: Case) -> Measured:
+    """One measurement of one case, on fresh ranks."""
+    is_ours = case.engine == "megaasync"
+    if bench.mode == "emulated":
+        costs = emulation_of(bench)
+        if is_ours:
+            return measure(spawn_ranks(run_emulated, (case, costs), world_size=case.num_ranks), case).measured
+        return spawn_ranks(run_emulated_rank, (case, costs), world_size=case.num_ranks)[0]
+    config = real_config(case, bench.overrides)
+    if is_ours:
+        timeline, _ = spawn_ranks(run_real, (config,), world_size=case.num_ranks)[0]
+        return measure_timeline(timeline, case).measured
+    ends, _ = spawn_ranks(run_real_rank, (case, config), world_size=case.num_ranks)[0]
+    return Measured((ends[-2] - ends[1]) / (len(ends) - 3), float("nan"))
+
+
+def measure_setting(bench: Bench, cases: list[Case]) -> list[Line]:
+    """All cases of one size, round by round, in alternating order."""
+    is_real = bench.mode == "real"
+    plan_costs = Emulation(1.0, 2.0) if is_real else emulation_of(bench)
+    lines = []
+    for case in cases:
+        tokens = case.num_microbatches
+        if is_real:
+            config = real_config(case, bench.overrides)
+            tokens = config.train.global_batch_size * config.model.seq_length
+        lines.append(Line(case, [], planned(case, plan_costs) if case.engine == "megaasync" else None, tokens))
+    for number in range(bench.rounds):
+        for line in lines if number % 2 == 0 else reversed(lines):
+            start = time.monotonic()
+            line.rounds.append(measure_once(bench, line.case))
+            print(
+                f"round {number + 1}/{bench.rounds}  P = {line.case.num_ranks}, m = {line.case.num_microbatches}  "
+                f"{line.case.label}: {line.rounds[-1].period:.4f} s per step ({time.monotonic() - start:.0f} s)",
+                flush=True,
+            )
+    return lines
+
+
+def main() -> None:
+    """Entry point."""
+    if any(one in ("-h", "--help") for one in sys.argv[1:]):
+        print(__doc__)
+        print(Bench.__doc__)
+        return
+    try:
+        bench = read_arguments(sys.argv[1:])
+        folder = Path(bench.out or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S"))
+        folder.mkdir(parents=True, exist_ok=True)
+        all_rows, settings = [], []
+        for num_ranks in bench.ranks:
+            for per_rank in bench.microbatches_per_rank:
+                lines = measure_setting(bench, cases_of(bench, num_ranks=num_ranks, per_rank=per_rank))
+                rows = rows_of(lines)
+                title = f"{bench.mode} compute, P = {num_ranks}, m = {num_ranks * per_rank}"
+                print_table(f"{title}, medians of {bench.rounds}", rows)
+                all_rows += [{"mode": bench.mode, **row} for row in rows]
+                settings.append((title, rows))
+                write_csv(folder / "bench.csv", all_rows)  # after every setting: an interrupt keeps what there is
+                write_png(folder / "bench.png", settings)
+        print(f"{folder / 'bench.csv'}\n{folder / 'bench.png'}")
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except (Interrupted, KeyboardInterrupt):
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()
