@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from bench.case import Case, Emulation, Measured
-from bench.emulated import measure, planned
+from bench.emulated import costs_of, measure, planned, schedule_of
 from bench.emulated import run_rank as run_emulated
 from bench.real import measure_timeline, real_config
 from bench.real import run_rank as run_real
@@ -24,7 +24,8 @@ from bench.show import Line, print_table, rows_of, write_csv, write_png
 from bench.torch_schedules import TORCH_SCHEDULES, run_emulated_rank, run_real_rank
 from megaasync.config import ConfigError, read
 from megaasync.entry.spawn import Interrupted, spawn_ranks
-from megaasync.schedules import SCHEDULES, ScheduleError, build_schedule
+from megaasync.observe.trace import Timeline, merge
+from megaasync.schedules import SCHEDULES, ScheduleError, build_schedule, render_svg, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Bench:
         forward_ms, backward_ms: emulated costs of one microbatch on one rank.
         hop, reduce, step: emulated, in forwards: between ranks; per step.
         overrides: of the model and optimizer in real mode, as for megaasync.pretrain.
+        timelines: in emulated mode also draw each of our schedules, planned and measured, as timeline-NAME.svg.
         out: folder to write to; null makes one under runs/.
     """
 
@@ -60,6 +62,7 @@ class Bench:
     reduce: float = 0.0
     step: float = 0.0
     overrides: tuple[str, ...] = ()
+    timelines: bool = False
     out: str | None = None
 
 
@@ -147,6 +150,24 @@ def measure_once(bench: Bench, case: Case) -> Measured:
     return Measured((ends[-2] - ends[1]) / (len(ends) - 3), float("nan"))
 
 
+def draw_timelines(bench: Bench, case: Case, folder: Path) -> None:
+    """Two steps of an emulated run, planned above and measured below, in one SVG file each."""
+    costs = emulation_of(bench)
+    run = measure(spawn_ranks(run_emulated, (case, costs), world_size=case.num_ranks), case)
+    schedule, plan_costs = schedule_of(case), costs_of(case, costs)
+    spans = simulate(schedule, num_steps=case.num_steps, costs=plan_costs, overlap=case.overlap)
+    size = f"P = {case.num_ranks}, m = {case.num_microbatches}"
+    wanted = planned(case, costs)
+    first = case.num_steps // 2
+    timelines = {"planned": (merge([(spans, [])]), wanted.bubble), "measured": (run.timeline, run.measured.bubble)}
+    for kind, (timeline, bubble) in timelines.items():
+        start, end = Timeline(timeline.spans, case.num_ranks).part(first_step=first, last_step=first + 1)
+        title = f"{case.schedule}, {size}, {kind}: bubble {max(bubble, 0):.1%}"
+        path = folder / f"timeline-{case.schedule}-{kind}.svg"
+        path.write_text(render_svg(timeline.spans, title=title, unit="seconds", start=start, end=end))
+        print(path, flush=True)
+
+
 def measure_setting(bench: Bench, cases: list[Case]) -> list[Line]:
     """All cases of one size, round by round, in alternating order."""
     is_real = bench.mode == "real"
@@ -187,6 +208,9 @@ def main() -> None:
                 rows = rows_of(lines)
                 title = f"{bench.mode} compute, P = {num_ranks}, m = {num_ranks * per_rank}"
                 print_table(f"{title}, medians of {bench.rounds}", rows)
+                for line in lines if bench.timelines and bench.mode == "emulated" else ():
+                    if line.case.engine == "megaasync":
+                        draw_timelines(bench, line.case, folder)
                 all_rows += [{"mode": bench.mode, **row} for row in rows]
                 settings.append((title, rows))
                 write_csv(folder / "bench.csv", all_rows)  # after every setting: an interrupt keeps what there is

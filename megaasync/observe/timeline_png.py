@@ -19,7 +19,7 @@ def write_timeline_png(
     ranks = sorted({span.rank for span in spans})
     has_strip = any(span.beside and span.end > span.start for span in spans)
     tall, strip = (0.66, 0.22) if has_strip else (0.86, 0.0)
-    figure, axis = pyplot.subplots(figsize=(14, 1.3 + 0.5 * len(ranks)), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(14, 1.4 + 0.5 * len(ranks)), layout="constrained")
     inches_per_unit = 12.5 / (end - start)
     for span in spans:
         left, right = max(span.start, start), min(span.end, end)
@@ -30,14 +30,14 @@ def write_timeline_png(
         color = color_of(span.action, num_ranks=len(ranks))
         box = Rectangle((left - start, top), right - left, height, facecolor=color, edgecolor="white", linewidth=0.4)
         axis.add_patch(box)
-        if span.action.microbatch is not None and (right - left) * inches_per_unit > 0.13:
+        if span.action.microbatch is not None and (right - left) * inches_per_unit > 0.1:
             ink = "#222222" if span.action.op is Op.F else "white"
             middle = ((left + right) / 2 - start, top + height / 2)
-            axis.text(*middle, str(span.action.microbatch), ha="center", va="center", fontsize=7, color=ink)
+            axis.text(*middle, str(span.action.microbatch), ha="center", va="center", fontsize=6.5, color=ink)
     axis.set_xlim(0, end - start)
     axis.set_ylim(len(ranks), -0.1)
     axis.set_yticks([row + 0.4 for row in range(len(ranks))], [f"rank {rank}" for rank in ranks])
-    axis.set_xlabel(f"time ({unit}); {legend_of(spans)}", fontsize=8)
+    axis.set_xlabel(f"time ({unit})\n{legend_of(spans)}", fontsize=8)
     axis.set_title(title, loc="left", fontsize=11)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -58,8 +58,12 @@ def legend_of(spans: list[Span]) -> str:
     shades += ["middle = input gradient (I)", "dark = weight gradient (W)"] if Op.W in ops else []
     chunks = {span.action.stage for span in spans if span.action.op in COMPUTE_OPS}
     shades += ["pale = the rank's later stages"] if len(chunks) > len({span.rank for span in spans}) else []
-    shades += ["grey = norm and optimizer step"]
-    shades += ["the strip below a rank runs in the background"] if any(span.beside for span in spans) else []
+    shades += ["grey = norm and optimizer step"] if Op.STEP in {s.action.op for s in spans if s.end > s.start} else []
+    shades += (
+        ["the strip below a rank runs in the background"]
+        if any(span.beside and span.end > span.start for span in spans)
+        else []
+    )
     return "colour = step; " + ", ".join(shades) + "; number = microbatch"
 
 

@@ -18,7 +18,7 @@ from megaasync.observe.trace import Recorder, Timeline, merge
 from megaasync.pipeline.channels import Channels, Transport
 from megaasync.pipeline.executor import Executor
 from megaasync.pipeline.updates import Updates
-from megaasync.schedules import Costs, Phase, build_schedule, report
+from megaasync.schedules import Costs, Phase, PipelineSchedule, build_schedule, report
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)
@@ -116,12 +116,7 @@ def run_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> list
     """One rank's spans."""
     join_group(environment, device=_CPU, timeout=_TIMEOUT)
     torch.set_num_threads(1)
-    schedule = build_schedule(
-        case.schedule,
-        num_ranks=case.num_ranks,
-        num_microbatches=case.num_microbatches,
-        extra_in_flight=case.extra_in_flight,
-    )
+    schedule = schedule_of(case)
     groups = {name: dist.new_group(timeout=_TIMEOUT) for name in ("forward", "backward", "norm")}
     share = schedule.num_ranks / schedule.num_stages
     rank = environment.rank
@@ -171,25 +166,30 @@ def measure(parts: list[list[Any]], case: Case) -> EmulatedRun:
     return EmulatedRun(Measured(period, timeline.bubble(num_steps=case.num_steps)), timeline)
 
 
-def planned(case: Case, costs: Emulation) -> Measured:
-    """What the simulator says of the same case."""
-    schedule = build_schedule(
+def schedule_of(case: Case) -> PipelineSchedule:
+    """The tables of a case of ours."""
+    return build_schedule(
         case.schedule,
         num_ranks=case.num_ranks,
         num_microbatches=case.num_microbatches,
         extra_in_flight=case.extra_in_flight,
     )
-    share = schedule.num_ranks / schedule.num_stages
-    figures = report(
-        schedule,
-        costs=Costs(
-            costs.forward * share,
-            costs.backward * share,
-            costs.backward * share / 2,
-            reduce=costs.reduce * share,
-            step=costs.step * share,
-            hop=costs.hop,
-        ),
-        overlap=case.overlap,
+
+
+def costs_of(case: Case, costs: Emulation) -> Costs:
+    """The simulator's costs for the same case."""
+    share = case.num_ranks / schedule_of(case).num_stages
+    return Costs(
+        costs.forward * share,
+        costs.backward * share,
+        costs.backward * share / 2,
+        reduce=costs.reduce * share,
+        step=costs.step * share,
+        hop=costs.hop,
     )
+
+
+def planned(case: Case, costs: Emulation) -> Measured:
+    """What the simulator says of the same case."""
+    figures = report(schedule_of(case), costs=costs_of(case, costs), overlap=case.overlap)
     return Measured(figures.period, figures.bubble)

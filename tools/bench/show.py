@@ -155,6 +155,7 @@ def write_png(path: Path, settings: Sequence[tuple[str, list[dict[str, object]]]
         axis.set_title(title, fontsize=10, loc="left")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
     labels = ["torch.distributed.pipelining", "megaasync, synchronous", "megaasync, asynchronous"]
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    columns = 3 if len(settings) > 1 else 1
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
