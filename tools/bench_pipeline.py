@@ -25,7 +25,7 @@ from bench.torch_schedules import TORCH_SCHEDULES, run_emulated_rank, run_real_r
 from megaasync.config import ConfigError, read
 from megaasync.entry.spawn import Interrupted, spawn_ranks
 from megaasync.observe.trace import Timeline, merge
-from megaasync.schedules import SCHEDULES, ScheduleError, build_schedule, render_svg, simulate
+from megaasync.schedules import SCHEDULES, ScheduleError, Span, build_schedule, render_svg, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Bench:
         steps: per measurement.
         forward_ms, backward_ms: emulated costs of one microbatch on one rank.
         hop, reduce, step: emulated, in forwards: between ranks; per step.
+        real_update: in emulated mode, reduction and step are real: gloo between two replicas, Newton-Schulz.
         overrides: of the model and optimizer in real mode, as for megaasync.pretrain.
         timelines: in emulated mode also draw each of our schedules, planned and measured, as timeline-NAME.svg.
         out: folder to write to; null makes one under runs/.
@@ -61,6 +62,7 @@ class Bench:
     hop: float = 0.0
     reduce: float = 0.0
     step: float = 0.0
+    real_update: bool = False
     overrides: tuple[str, ...] = ()
     timelines: bool = False
     out: str | None = None
@@ -99,6 +101,8 @@ def cases_of(bench: Bench, *, num_ranks: int, per_rank: int) -> list[Case]:
     microbatches = num_ranks * per_rank
     names = [*TORCH_SCHEDULES, *(name for name in SCHEDULES if name != "pipedream")]
     names = names if bench.schedules == "all" else list(bench.schedules)
+    if bench.real_update:
+        names = [name for name in names if name in SCHEDULES]
     cases = []
     for name in names:
         is_ours = name in SCHEDULES
@@ -131,7 +135,14 @@ def emulation_of(bench: Bench) -> Emulation:
         hop=bench.hop * forward,
         reduce=bench.reduce * forward,
         step=bench.step * forward,
+        real_update=bench.real_update,
     )
+
+
+def run_ours_emulated(case: Case, costs: Emulation) -> list[list[Span]]:
+    """Spans of the ranks of the first replica."""
+    parts = spawn_ranks(run_emulated, (case, costs), world_size=case.num_ranks * costs.replicas)
+    return parts[: case.num_ranks]
 
 
 def measure_once(bench: Bench, case: Case) -> Measured:
@@ -140,7 +151,7 @@ def measure_once(bench: Bench, case: Case) -> Measured:
     if bench.mode == "emulated":
         costs = emulation_of(bench)
         if is_ours:
-            return measure(spawn_ranks(run_emulated, (case, costs), world_size=case.num_ranks), case).measured
+            return measure(run_ours_emulated(case, costs), case).measured
         return spawn_ranks(run_emulated_rank, (case, costs), world_size=case.num_ranks)[0]
     config = real_config(case, bench.overrides)
     if is_ours:
@@ -153,7 +164,7 @@ def measure_once(bench: Bench, case: Case) -> Measured:
 def draw_timelines(bench: Bench, case: Case, folder: Path) -> None:
     """Two steps of an emulated run, planned above and measured below, in one SVG file each."""
     costs = emulation_of(bench)
-    run = measure(spawn_ranks(run_emulated, (case, costs), world_size=case.num_ranks), case)
+    run = measure(run_ours_emulated(case, costs), case)
     schedule, plan_costs = schedule_of(case), costs_of(case, costs)
     spans = simulate(schedule, num_steps=case.num_steps, costs=plan_costs, overlap=case.overlap)
     size = f"P = {case.num_ranks}, m = {case.num_microbatches}"

@@ -15,6 +15,7 @@ from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.distributed.p2p import Receiver, TensorSpec
 from megaasync.observe.trace import Recorder, Timeline, merge
+from megaasync.optim.newton_schulz import orthogonalize
 from megaasync.pipeline.channels import Channels, Transport
 from megaasync.pipeline.executor import Executor
 from megaasync.pipeline.updates import Updates
@@ -34,8 +35,14 @@ def sleep_until(moment: float) -> None:
 class EmulatedStage:
     """Stands where a `PipelineStage` stands and sleeps."""
 
-    def __init__(self, index: int, num_stages: int, costs: Emulation, *, share: float) -> None:
+    def __init__(
+        self, index: int, num_stages: int, costs: Emulation, *, share: float, replicas: dist.ProcessGroup | None
+    ) -> None:
+        """A stage; `replicas` is the group of its data-parallel copies, for real updates."""
         self.index, self._costs, self._share = index, costs, share
+        self._replicas = replicas
+        self._gradient = torch.ones(1 << 21)  # 8 MiB
+        self._matrices = torch.randn(8, 256, 256, generator=torch.Generator().manual_seed(index))
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.num_updates = 0
 
@@ -62,7 +69,9 @@ class EmulatedStage:
         time.sleep(self._costs.backward / 2 * self._share)
 
     def reduce(self, step: int) -> None:
-        """Sleep a reduction."""
+        """Sleep a reduction, or make one."""
+        if self._replicas is not None:
+            dist.all_reduce(self._gradient, group=self._replicas)
         time.sleep(self._costs.reduce * self._share)
 
     def norm_terms(self, step: int) -> Tensor:
@@ -74,7 +83,9 @@ class EmulatedStage:
         return torch.ones(())
 
     def step(self, step: int, *, scale: float, ahead: int) -> None:
-        """Sleep an optimizer step."""
+        """Sleep an optimizer step, or make Muon's."""
+        if self._costs.real_update:
+            orthogonalize(self._matrices, steps=5)
         time.sleep(self._costs.step * self._share)
         self.num_updates += 1
 
@@ -112,6 +123,14 @@ class EmulatedRun:
     timeline: Timeline
 
 
+def _replica_group(case: Case, costs: Emulation, rank: int) -> dist.ProcessGroup | None:
+    """The group of a pipeline rank's data-parallel copies."""
+    if not costs.real_update:
+        return None
+    members = [[one + copy * case.num_ranks for copy in range(costs.replicas)] for one in range(case.num_ranks)]
+    return [dist.new_group(one, timeout=_TIMEOUT) for one in members][rank]
+
+
 def run_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> list[Any]:
     """One rank's spans."""
     join_group(environment, device=_CPU, timeout=_TIMEOUT)
@@ -119,8 +138,11 @@ def run_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> list
     schedule = schedule_of(case)
     groups = {name: dist.new_group(timeout=_TIMEOUT) for name in ("forward", "backward", "norm")}
     share = schedule.num_ranks / schedule.num_stages
-    rank = environment.rank
-    stages = [EmulatedStage(i, schedule.num_stages, costs, share=share) for i in schedule.stages_of(rank)]
+    replica, rank = divmod(environment.rank, case.num_ranks)
+    copies = _replica_group(case, costs, rank)
+    stages = [
+        EmulatedStage(i, schedule.num_stages, costs, share=share, replicas=copies) for i in schedule.stages_of(rank)
+    ]
     recorder = Recorder(rank, traced=True, synchronize=None, enabled=True)
     updates = Updates(
         stages,
@@ -139,7 +161,8 @@ def run_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> list
         max_outstanding=max(schedule.in_flight) + 2,
         timeout=_TIMEOUT,
     )
-    channels = DelayedChannels(schedule.rank_of_stage, rank=rank, transport=transport, groups=groups, hop=costs.hop)
+    owners = tuple(replica * case.num_ranks + owner for owner in schedule.rank_of_stage)
+    channels = DelayedChannels(owners, rank=environment.rank, transport=transport, groups=groups, hop=costs.hop)
     executor = Executor(
         stages, _NoData(), updates, channels, rank=rank, device=_CPU, group=None, timeout=_TIMEOUT, recorder=recorder
     )

@@ -1,0 +1,97 @@
+"""A split backward gives the gradients of a whole one: inputs in the first half, weights in the second."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from megaasync.data.microbatches import Microbatch
+from megaasync.kernels.grouped_linear import grouped_linear_loop, grouped_weight_gradient
+from megaasync.kernels.weight_gradients import WeightGradientQueue, accumulate, expert_linear, linear, use_queue
+from megaasync.models.initialize import initialize_
+from megaasync.models.transformer import DecoderStage
+from tests.support.configs import small_config
+
+
+def random(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def split(output, grad, queue):
+    """The two halves; returns what the first half left."""
+    with queue.collect() as deferred:
+        torch.autograd.backward(output, grad)
+    return deferred
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8)])
+def test_a_linear_layer_splits(shape):
+    x, weight = random(*shape).requires_grad_(), random(6, 8, seed=1).requires_grad_()
+    grad = random(*shape[:-1], 6, seed=2)
+    F.linear(x, weight).backward(grad)
+    whole = x.grad, weight.grad
+    x2, weight2, queue = x.detach().requires_grad_(), weight.detach().requires_grad_(), WeightGradientQueue()
+    deferred = split(linear(x2, weight2, queue), grad, queue)
+    torch.testing.assert_close(x2.grad, whole[0], rtol=1e-12, atol=1e-12)
+    assert weight2.grad is None and len(deferred) == 1
+    accumulate(deferred)
+    torch.testing.assert_close(weight2.grad, whole[1], rtol=1e-12, atol=1e-12)
+
+
+def test_outside_a_collection_a_layer_with_a_queue_is_ordinary():
+    x, weight, queue = random(5, 8).requires_grad_(), random(6, 8, seed=1).requires_grad_(), WeightGradientQueue()
+    linear(x, weight, queue).sum().backward()
+    torch.testing.assert_close(weight.grad, x.detach().sum(0).expand(6, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("counts", [[3, 0, 7, 0], [0, 0, 0, 10], [1, 2, 3, 4]])
+def test_grouped_layers_split(dtype, counts):
+    x, weight = random(10, 8, dtype=dtype).requires_grad_(), random(4, 16, 8, dtype=dtype, seed=1).requires_grad_()
+    counts, grad = torch.tensor(counts), random(10, 16, dtype=dtype, seed=2)
+    grouped_linear_loop(x, weight, counts).backward(grad)
+    x2, weight2, queue = x.detach().requires_grad_(), weight.detach().requires_grad_(), WeightGradientQueue()
+    deferred = split(expert_linear(x2, weight2, counts, queue), grad, queue)
+    assert weight2.grad is None
+    accumulate(deferred)
+    torch.testing.assert_close(x2.grad, x.grad)
+    torch.testing.assert_close(weight2.grad, weight.grad)
+
+
+def test_no_rows_give_zero_weight_gradients():
+    gradient = grouped_weight_gradient(torch.zeros(0, 16), torch.zeros(0, 8), torch.zeros(4, dtype=torch.int64))
+    assert gradient.shape == (4, 16, 8) and not gradient.any()
+
+
+def test_gradients_accumulate_in_place_into_a_flat_buffer():
+    buffer = torch.ones(48, dtype=torch.float64)
+    weight, queue = nn.Parameter(random(6, 8)), WeightGradientQueue()
+    weight.grad = buffer.view(6, 8)
+    accumulate(split(linear(random(5, 8, seed=3), weight, queue), random(5, 6, seed=4), queue))
+    expected = 1 + random(5, 6, seed=4).T @ random(5, 8, seed=3)
+    torch.testing.assert_close(buffer.view(6, 8), expected)
+
+
+def test_a_whole_model_splits_and_its_matrices_wait():
+    """Every linear layer and every expert matrix waits; embedding, norms and router do not."""
+    config = small_config(model__tie_embeddings=True).model
+    torch.set_default_dtype(torch.float64)
+    model, twin = (DecoderStage(config, range(config.num_layers)) for _ in range(2))
+    torch.set_default_dtype(torch.float32)
+    for one in (model, twin):
+        initialize_(one, config, seed=0)
+    tokens = torch.randint(0, config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
+    batch = Microbatch(tokens[:, :-1], tokens[:, 1:], torch.ones(2, 8, dtype=torch.bool))
+    model(None, batch).backward()
+    queue = WeightGradientQueue()
+    use_queue(twin, queue)
+    deferred = split(twin(None, batch), None, queue)
+    waiting = {id(weight) for weight, _ in deferred}
+    for name, parameter in twin.named_parameters():
+        is_matrix = parameter.dim() >= 2 and "router" not in name
+        assert (id(parameter) in waiting) == is_matrix, name  # the tied embedding waits as the head
+        if name != "embedding.weight":
+            assert (parameter.grad is None) == is_matrix, name
+    accumulate(deferred)
+    for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)

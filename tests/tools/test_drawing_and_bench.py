@@ -1,0 +1,105 @@
+"""The tools as a user runs them: pictures that are there, figures in files, and one message for a mistake."""
+
+import csv
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from megaasync.observe.trace import merge, read_chrome_trace, write_chrome_trace
+from megaasync.schedules import Costs, build_schedule, simulate
+from tests.support.cli import TINY, environment, pretrain
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def tool(name, *arguments, cwd, timeout=120):
+    return subprocess.run(
+        [sys.executable, str(REPOSITORY / "tools" / name), *arguments],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_a_plan_as_text_svg_and_png(tmp_path):
+    for name in ("a.svg", "a.png"):
+        ran = tool("draw_schedule.py", "schedule=zb_h1", "stages=4", "microbatches=8", f"out={name}", cwd=tmp_path)
+        assert ran.returncode == 0, ran.stderr
+        assert "rank 3 |" in ran.stdout
+        assert "bubble            11.1%" in ran.stdout  # 3/27 (METHOD.md section 2)
+    assert ET.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
+    picture = (tmp_path / "a.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_a_runs_trace_is_drawn(tmp_path):
+    ran = pretrain(*TINY, "parallel.pipeline=2", "train.steps=8", "logging.trace=true", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    ran = tool("draw_schedule.py", "trace=run", "steps=3-5", "out=m.svg", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    titles = [e.text for e in ET.parse(tmp_path / "m.svg").getroot().iter() if e.tag.endswith("title")]
+    for step in (2, 3, 4):
+        assert any(title.startswith(f"0F{step}.") for title in titles)
+    assert tool("draw_schedule.py", "trace=run", "steps=70-75", cwd=tmp_path).returncode == 2
+
+
+def test_a_trace_is_read_back(tmp_path):
+    spans = simulate(build_schedule("2bw", num_ranks=2, num_microbatches=3), num_steps=4, costs=Costs(step=1))
+    timeline = merge([([s for s in spans if s.rank == rank], []) for rank in (0, 1)])
+    write_chrome_trace(timeline, tmp_path / "trace.json")
+    again = read_chrome_trace(tmp_path / "trace.json")
+    assert again.num_ranks == 2
+    assert [(s.rank, s.action, s.beside) for s in again.spans] == [(s.rank, s.action, s.beside) for s in timeline.spans]
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "words"),
+    [
+        ("draw_schedule.py", "schedule=2bww", "schedule=2bww: unknown schedule; did you mean 2bw"),
+        ("draw_schedule.py", "schedule=pipedream", "defined for m = 1"),
+        ("draw_schedule.py", "stage=4", "stage=4: unknown key; did you mean stages"),
+        ("draw_schedule.py", "out=a.gif", "must end in .svg or .png"),
+        ("draw_schedule.py", "steps=3-x", "steps=3-x: must be a number or a range"),
+        ("draw_schedule.py", "trace=nowhere.json", "nowhere.json"),
+        ("draw_schedule.py", "2bw", "cannot be read as key=value"),
+        ("bench_pipeline.py", "mode=fast", "mode=fast: unknown value"),
+        ("bench_pipeline.py", "schedules=2bww", "schedules=2bww: unknown schedule"),
+        ("bench_pipeline.py", "steps=1", "steps=1: must be at least 5"),
+        ("bench_pipeline.py", "ranks=0", "ranks=[0]: must be numbers of at least 1"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, name, argument, words):
+    ran = tool(name, argument, cwd=tmp_path)
+    assert ran.returncode == 2
+    (line,) = ran.stderr.strip().splitlines()
+    assert line.startswith("error: ") and words in line
+
+
+def test_a_small_bench_writes_table_csv_and_picture(tmp_path):
+    """Two schedules of each engine on emulated compute; figures only as far as noise cannot reach."""
+    ran = tool(
+        "bench_pipeline.py",
+        "ranks=2",
+        "microbatches_per_rank=1",
+        "schedules=Schedule1F1B,ScheduleZBVZeroBubble,1f1b,2bw",
+        "rounds=1",
+        "steps=6",
+        "forward_ms=20",
+        "backward_ms=40",
+        "timelines=true",
+        "out=b",
+        cwd=tmp_path,
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = {row["schedule"]: row for row in csv.DictReader((tmp_path / "b" / "bench.csv").open())}
+    assert set(rows) == {"Schedule1F1B", "ScheduleZBVZeroBubble", "1f1b", "2bw"}
+    assert float(rows["2bw"]["planned_over_1f1b"]) == 1.5
+    assert float(rows["2bw"]["over_torch_1f1b"]) > 1.25
+    assert float(rows["1f1b"]["bubble"]) > float(rows["2bw"]["bubble"]) + 0.15
+    assert (tmp_path / "b" / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "b" / "timeline-2bw-measured.svg").exists()
