@@ -32,7 +32,7 @@ class Receiver:
     """Takes messages from one peer in the order in which they were sent."""
 
     def __init__(
-        self, peer: int, spec: TensorSpec, group: dist.ProcessGroup, *, posted_ahead: int, timeout: timedelta
+        self, peer: int, spec: TensorSpec, group: dist.ProcessGroup, *, posted_ahead: int, timeout: timedelta | None
     ) -> None:
         """A channel's end.
 
@@ -41,7 +41,7 @@ class Receiver:
             spec: of every message.
             group: of this direction.
             posted_ahead: receives that wait for their message while the rank computes.
-            timeout: longest wait for one message.
+            timeout: longest wait for one message, see `wait`.
         """
         self.peer = peer
         self._spec, self._group = spec, group
@@ -78,18 +78,24 @@ class Receiver:
             self.take()
 
 
-def wait(work: dist.Work, timeout: timedelta, *, peer: int | None) -> None:
+def wait(work: dist.Work, timeout: timedelta | None, *, peer: int | None) -> None:
     """Wait for one message or collective.
+
+    Args:
+        work: what to wait for.
+        timeout: longest wait. None leaves it to the backend: NCCL's wait only orders streams, its watchdog ends the
+            process when the group's timeout is over, and a timeout here would make the host wait.
+        peer: rank that is waited for; None for a collective.
 
     Raises:
         TransportError: it did not end in time, or a peer is gone.
     """
     try:
-        work.wait(timeout)
+        _ = work.wait() if timeout is None else work.wait(timeout)
     except RuntimeError as error:
-        text = str(error)
-        if "imed out" in text or "imeout" in text:
-            raise TransportError(f"nothing came for {timeout.total_seconds():g} s", peer=peer) from error
+        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            seconds = "too long" if timeout is None else f"{timeout.total_seconds():g} s"
+            raise TransportError(f"nothing came for {seconds}", peer=peer) from error
         raise TransportError("the connection is lost", peer=peer, is_lost=True) from error
 
 
@@ -97,7 +103,7 @@ class Sender:
     """Sends messages to one peer, without waiting for them."""
 
     def __init__(
-        self, peer: int, spec: TensorSpec, group: dist.ProcessGroup, *, max_outstanding: int, timeout: timedelta
+        self, peer: int, spec: TensorSpec, group: dist.ProcessGroup, *, max_outstanding: int, timeout: timedelta | None
     ) -> None:
         """A channel's start.
 
@@ -106,7 +112,7 @@ class Sender:
             spec: of every message.
             group: of this direction.
             max_outstanding: sends that need not have gone out.
-            timeout: longest wait for one of them.
+            timeout: longest wait for one of them, see `wait`.
         """
         self.peer = peer
         self._spec, self._group = spec, group

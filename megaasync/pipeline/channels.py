@@ -1,5 +1,6 @@
 """All channels of one rank: one FIFO per peer and direction, and local ones between its own stages."""
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,13 +19,32 @@ class Transport:
         spec: of every activation and activation gradient.
         posted_ahead: receives per channel that wait for their message while the rank computes.
         max_outstanding: sends per channel that need not have gone out.
-        timeout: longest wait for another rank.
+        timeout: longest wait for another rank; None leaves that to the backend.
     """
 
     spec: TensorSpec
     posted_ahead: int
     max_outstanding: int
-    timeout: timedelta
+    timeout: timedelta | None
+
+
+def group_name(direction: str, *, sender: int, receiver: int) -> str:
+    """Which process group a message travels in.
+
+    Two ranks never send to each other in one group: NCCL runs what two ranks exchange in a group in one order, and
+    receives that both have posted ahead would wait for each other.
+    """
+    return f"{direction}_{'up' if receiver > sender else 'down'}"
+
+
+def group_names(rank_of_stage: tuple[int, ...]) -> list[str]:
+    """The groups that a placement of stages needs."""
+    names = set()
+    for one, other in itertools.pairwise(rank_of_stage):
+        if one != other:
+            names.add(group_name("forward", sender=one, receiver=other))
+            names.add(group_name("backward", sender=other, receiver=one))
+    return sorted(names)
 
 
 class Channels:
@@ -48,9 +68,9 @@ class Channels:
             rank_of_stage: of all stages of the model.
             rank: this one.
             transport: how messages travel.
-            groups: a process group per direction, or None for a single rank.
+            groups: a process group per name of `group_names`, or None for a single rank.
         """
-        self._transport, self._groups = transport, groups
+        self._transport, self._groups, self._rank = transport, groups, rank
         self._receivers: dict[tuple[str, int], Receiver] = {}  # by direction and peer
         self._senders: dict[tuple[str, int], Sender] = {}
         self._taking: Counter[tuple[str, int]] = Counter()  # stages that share the channel
@@ -73,7 +93,7 @@ class Channels:
             self._senders[key] = Sender(
                 peer,
                 transport.spec,
-                self._groups[direction],
+                self._groups[group_name(direction, sender=self._rank, receiver=peer)],
                 max_outstanding=transport.max_outstanding,
                 timeout=transport.timeout,
             )
@@ -86,7 +106,7 @@ class Channels:
             self._receivers[key] = Receiver(
                 peer,
                 transport.spec,
-                self._groups[direction],
+                self._groups[group_name(direction, sender=peer, receiver=self._rank)],
                 posted_ahead=transport.posted_ahead,
                 timeout=transport.timeout,
             )

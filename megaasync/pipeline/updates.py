@@ -57,6 +57,7 @@ class _Pending:
 
     result: Future = field(default_factory=Future)
     handed_in: set[int] = field(default_factory=set)
+    reductions: list[Future] = field(default_factory=list)  # in the background
     terms: dict[int, Tensor] = field(default_factory=dict)  # per stage, taken at once if each clips by its own norm
     tokens: dict[int, Tensor] = field(default_factory=dict)  # likewise: valid tokens
     under_way: dict[int, Future] = field(default_factory=dict)
@@ -138,7 +139,7 @@ class Updates:
             pending.tokens[index] = stage.tokens_of(step)
             pending.terms[index] = stage.norm_terms(step)
         elif self._overlap:
-            self._background.submit(lambda: self._reduce(index, step, beside=True))
+            pending.reductions.append(self._background.submit(lambda: self._reduce(index, step, beside=True)))
         else:
             self._reduce(index, step, beside=False)
         if len(pending.handed_in) == len(self._stages):
@@ -154,6 +155,8 @@ class Updates:
     def _conclude(self, step: int, pending: _Pending, *, stop: bool) -> None:
         """In the background: sum what couples the stages, tell the result, and step what is due."""
         try:
+            for reduction in pending.reductions:  # all done; one that failed must not be summed
+                reduction.result()
             result = self._couple(step, pending, stop=stop)
         except BaseException as error:
             pending.result.set_exception(error)

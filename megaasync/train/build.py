@@ -25,7 +25,7 @@ from megaasync.optim.flat_layout import FlatLayout
 from megaasync.optim.lr_schedule import lr_schedule
 from megaasync.optim.routing import route_parameters
 from megaasync.optim.stage_optimizer import StageOptimizer
-from megaasync.pipeline.channels import Channels, Transport
+from megaasync.pipeline.channels import Channels, Transport, group_names
 from megaasync.pipeline.executor import Executor
 from megaasync.pipeline.stage import PipelineStage
 from megaasync.pipeline.updates import Updates
@@ -113,12 +113,12 @@ class _Groups:
 
 
 def _make_groups(schedule: PipelineSchedule, *, several: bool, timeout: timedelta) -> _Groups:
-    """One group per direction, one for the norm, which a thread of its own uses, and one for what all do together."""
+    """Groups for messages, one for the norm, which a thread of its own uses, and one for what all do together."""
 
     def new(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
         return dist.new_group(ranks, timeout=timeout) if several else None
 
-    by_use = {name: new() for name in ("forward", "backward", "norm")}
+    by_use = {name: new() for name in (*group_names(schedule.rank_of_stage), "norm")}
     if schedule.is_tied:
         ends = sorted({schedule.rank_of_stage[0], schedule.rank_of_stage[-1]})
         by_use["tied"] = new(ends) if len(ends) == 2 else None
@@ -172,7 +172,7 @@ def build_trainer(
         posted_ahead=2 + 2 * config.schedule.extra_in_flight,
         # a send to a neighbour is taken at the latest when its answer is needed, microbatches in flight later
         max_outstanding=max(max(phase.schedule.in_flight) for phase in phases) + 2,
-        timeout=timeout,
+        timeout=timeout if is_cpu else None,
     )
     updates = Updates(
         stages,

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,17 @@ from megaasync.models.partition import deal_layers
 from megaasync.models.transformer import DecoderStage
 from megaasync.nn.precision import at_least_float32
 from megaasync.optim.routing import Shape, route_parameters
-from megaasync.schedules import Phase, PipelineSchedule, report
+from megaasync.schedules import (
+    SCHEDULES,
+    Costs,
+    Phase,
+    PipelineSchedule,
+    ScheduleError,
+    build_schedule,
+    report,
+)
 
+_HOP = 0.3  # of a forward
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -41,6 +51,30 @@ def needs_of(phases: tuple[Phase, ...]) -> StageNeeds:
 def main_schedule(phases: tuple[Phase, ...]) -> PipelineSchedule:
     """The schedule that the config names, as against those of synchronous phases around it."""
     return max((phase.schedule for phase in phases), key=lambda schedule: schedule.is_asynchronous)
+
+
+def hop_advice(config: TrainConfig) -> list[dict[str, float]]:
+    """What a hop between stages would cost, as it is configured and with one more round of forwards in flight.
+
+    Empty for one rank, and for schedules that have no extra forwards.
+    """
+    schedule, parallel = config.schedule, config.parallel
+    if parallel.pipeline == 1 or not SCHEDULES[schedule.name].takes_extra_in_flight:
+        return []
+    advice = []
+    for extra in (schedule.extra_in_flight, schedule.extra_in_flight + 1):
+        with suppress(ScheduleError):
+            table = build_schedule(
+                schedule.name,
+                num_ranks=parallel.pipeline,
+                num_microbatches=config.num_microbatches,
+                chunks=parallel.virtual_stages,
+                extra_in_flight=extra,
+            )
+            figures = report(table, costs=Costs(hop=_HOP))
+            line = {"extra_in_flight": extra, "hop": _HOP, "bubble": figures.bubble}
+            advice.append(line | {"most_in_flight": max(figures.activations)})
+    return advice
 
 
 def layers_of_stages(config: TrainConfig) -> tuple[range, ...]:
@@ -108,6 +142,7 @@ def make_plan(config: TrainConfig) -> dict[str, Any]:
                     "master": count * main,
                     "optimizer_state": state * main,
                 },
+                "slack_before_norm": figures.slack_before_norm[index],
                 "slack": figures.slack[index],
             }
         )
@@ -128,6 +163,7 @@ def make_plan(config: TrainConfig) -> dict[str, Any]:
         "num_microbatches": schedule.num_microbatches,
         "tokens_per_step": config.train.global_batch_size * model.seq_length,
         "bubble": figures.bubble,
+        "hops": hop_advice(config),
         "stages": stages,
         "routing": [
             {"rule": rule, "role": role, "weight_decay": decay, "tensors": tensors, "parameters": parameters}
@@ -159,6 +195,11 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         ),
         *(["clipping   each stage by its own gradient norm"] if plan["clip"] == "stage" else []),
         f"bubble     {plan['bubble']:.1%} planned (forward 1, backward 2, no hop or step cost)",
+    ]
+    lines += [
+        f"hops       at {line['hop']:g} forwards each: bubble {max(line['bubble'], 0):.1%} with "
+        f"schedule.extra_in_flight={line['extra_in_flight']} (at most {line['most_in_flight']} microbatches in flight)"
+        for line in plan["hops"]
     ]
     for stage in plan["stages"]:
         kinds = ", ".join(f"{kind.replace('_', ' ')} {_size(count)}" for kind, count in stage["bytes"].items())

@@ -16,7 +16,7 @@ from megaasync.distributed.groups import join_group, leave_group
 from megaasync.distributed.p2p import Receiver, TensorSpec
 from megaasync.observe.trace import Recorder, Timeline, merge
 from megaasync.optim.newton_schulz import orthogonalize
-from megaasync.pipeline.channels import Channels, Transport
+from megaasync.pipeline.channels import Channels, Transport, group_names
 from megaasync.pipeline.executor import Executor
 from megaasync.pipeline.updates import Updates
 from megaasync.schedules import Costs, Phase, PipelineSchedule, build_schedule, report
@@ -136,7 +136,7 @@ def run_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> list
     join_group(environment, device=_CPU, timeout=_TIMEOUT)
     torch.set_num_threads(1)
     schedule = schedule_of(case)
-    groups = {name: dist.new_group(timeout=_TIMEOUT) for name in ("forward", "backward", "norm")}
+    groups = {name: dist.new_group(timeout=_TIMEOUT) for name in (*group_names(schedule.rank_of_stage), "norm")}
     share = schedule.num_ranks / schedule.num_stages
     replica, rank = divmod(environment.rank, case.num_ranks)
     copies = _replica_group(case, costs, rank)
