@@ -158,7 +158,7 @@ def measure_once(bench: Bench, case: Case) -> Measured:
         timeline, _ = spawn_ranks(run_real, (config,), world_size=case.num_ranks)[0]
         return measure_timeline(timeline, case).measured
     ends, _ = spawn_ranks(run_real_rank, (case, config), world_size=case.num_ranks)[0]
-    return Measured((ends[-2] - ends[1]) / (len(ends) - 3), float("nan"))
+    return Measured((ends[-2] - ends[1]) / (len(ends) - 3), None)
 
 
 def draw_timelines(bench: Bench, case: Case, folder: Path) -> None:

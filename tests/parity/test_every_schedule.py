@@ -1,8 +1,11 @@
 """Every schedule in float64: synchronous ones equal one rank, the others a hand-written loop with their delays."""
 
+import functools
+
 import numpy as np
 import pytest
 
+from megaasync.schedules import SCHEDULES
 from tests.parity.reference import Reference, largest_gap, reference_run
 from tests.support.configs import small_config
 from tests.support.runs import RunNumbers, assert_same_run, run
@@ -10,11 +13,12 @@ from tests.support.runs import RunNumbers, assert_same_run, run
 TOLERANCE = 1e-9
 
 
-def config_of(schedule, stages, microbatches, optimizer="adamw", **overrides):
+def config_of(schedule, stages, microbatches, optimizer="adamw", layers=None, **overrides):
+    chunks = overrides.get("parallel__virtual_stages", SCHEDULES[schedule].chunks[0])
     settings = {
         "schedule__name": schedule,
         "parallel__pipeline": stages,
-        "model__num_layers": 8,
+        "model__num_layers": layers or max(stages * chunks, 4),
         "train__micro_batch_size": 1,
         "train__global_batch_size": microbatches,
         "train__steps": 7,
@@ -22,6 +26,16 @@ def config_of(schedule, stages, microbatches, optimizer="adamw", **overrides):
         "train__warmup_steps": 2,
     }
     return small_config(optimizer, **{**settings, **overrides})
+
+
+@functools.cache
+def one_rank(layers, microbatches, optimizer):
+    return run(config_of("1f1b", 1, microbatches, optimizer, layers=layers))
+
+
+def assert_equals_one_rank(config) -> None:
+    one = one_rank(config.model.num_layers, config.num_microbatches, config.optimizer.name)
+    assert_same_run(one, run(config), tolerance=TOLERANCE)
 
 
 def assert_equals_the_loop(numbers: RunNumbers, by_hand: Reference, config) -> None:
@@ -42,14 +56,11 @@ SYNCHRONOUS = [
 @pytest.mark.parametrize(("schedule", "stages", "microbatches"), SYNCHRONOUS)
 def test_synchronous_schedules_equal_one_rank(schedule, stages, microbatches):
     optimizer = "muon" if stages == 2 else "adamw"
-    one = run(config_of("1f1b", 1, microbatches, optimizer))
-    assert_same_run(one, run(config_of(schedule, stages, microbatches, optimizer)), tolerance=TOLERANCE)
+    assert_equals_one_rank(config_of(schedule, stages, microbatches, optimizer))
 
 
 def test_three_chunks_and_more_in_flight():
-    one = run(config_of("1f1b", 1, 4))
-    config = config_of("interleaved_1f1b", 2, 4, parallel__virtual_stages=3, schedule__extra_in_flight=1)
-    assert_same_run(one, run(config), tolerance=TOLERANCE)
+    assert_equals_one_rank(config_of("interleaved_1f1b", 2, 4, parallel__virtual_stages=3, schedule__extra_in_flight=1))
 
 
 @pytest.mark.parametrize("correction", ["none", "error_feedback"])
@@ -216,6 +227,4 @@ def test_the_hidden_step_has_the_bits_of_the_exposed_one(schedule):
 
 
 def test_uneven_layers():
-    one = run(config_of("1f1b", 1, 2))
-    config = config_of("1f1b", 4, 2, parallel__layers_per_stage=[1, 4, 2, 1])
-    assert_same_run(one, run(config), tolerance=TOLERANCE)
+    assert_equals_one_rank(config_of("1f1b", 4, 2, layers=8, parallel__layers_per_stage=[1, 4, 2, 1]))

@@ -63,8 +63,8 @@ class Measured:
 
     Attributes:
         period: seconds per step.
-        bubble: share of all ranks' time outside forward and backward.
+        bubble: share of all ranks' time outside forward and backward; None where it is not recorded.
     """
 
     period: float
-    bubble: float
+    bubble: float | None

@@ -77,6 +77,8 @@ def rows_of(lines: Sequence[Line]) -> list[dict[str, object]]:
     for line in lines:
         ratios = ratios_of(line, lines)
         period = median_period(line)
+        bubbles = [one.bubble for one in line.rounds if one.bubble is not None]
+        bubble = statistics.median(bubbles) if bubbles else None
         rows.append(
             {
                 "engine": line.case.engine,
@@ -85,7 +87,7 @@ def rows_of(lines: Sequence[Line]) -> list[dict[str, object]]:
                 "microbatches": line.case.num_microbatches,
                 "seconds_per_step": round(period, 5),
                 "tokens_per_second": round(line.tokens / period, 1),
-                "bubble": round(statistics.median(one.bubble for one in line.rounds), 4),
+                "bubble": None if bubble is None else round(bubble, 4),
                 "bubble_planned": None if line.planned is None else round(line.planned.bubble, 4),
                 "over_torch_1f1b": None if ratios.to_torch_1f1b is None else round(ratios.to_torch_1f1b, 4),
                 "over_best_synchronous": round(ratios.to_best_synchronous, 4),
