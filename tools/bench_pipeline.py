@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 from bench.case import Case, Emulation, Measured
 from bench.emulated import costs_of, measure, planned, schedule_of
@@ -21,9 +23,10 @@ from bench.emulated import run_rank as run_emulated
 from bench.real import measure_timeline, real_config
 from bench.real import run_rank as run_real
 from bench.show import Line, print_table, rows_of, write_csv, write_png
-from bench.torch_schedules import TORCH_SCHEDULES, run_emulated_rank, run_real_rank
+from bench.torch_schedules import TORCH_SCHEDULES, measure_emulated, run_emulated_rank, run_real_rank
 from megaasync.config import ConfigError, read
-from megaasync.entry.spawn import Interrupted, spawn_ranks
+from megaasync.entry.hydra_app import explain
+from megaasync.entry.spawn import Interrupted, RankFailed, spawn_ranks
 from megaasync.observe.trace import Timeline, merge
 from megaasync.schedules import SCHEDULES, ScheduleError, Span, build_schedule, render_svg, simulate
 
@@ -35,7 +38,7 @@ class Bench:
     Attributes:
         mode: emulated or real compute.
         ranks: numbers of pipeline ranks.
-        microbatches_per_rank: m / P; every combination with `ranks` is one setting.
+        microbatches_per_rank: m / P; every combination with `ranks` is one setting; 0 stands for m = 1.
         schedules: names of ours and classes of torch's, or `all`; `pipedream` (m = 1 only) is not among `all`.
         extra_in_flight: for those of ours that take it.
         overlap_step: our optimizer steps run in the background.
@@ -87,18 +90,20 @@ def read_arguments(arguments: list[str]) -> Bench:
     for name in () if bench.schedules == "all" else bench.schedules:
         if name not in known:
             raise ConfigError(f"schedules={name}: unknown schedule; choose {', '.join(known)}")
-    for key, least in (("rounds", 1), ("steps", 5), ("forward_ms", 0), ("backward_ms", 0)):
+    least_of = {"rounds": 1, "steps": 5, "forward_ms": 0.1, "backward_ms": 0.1}
+    for key, least in (least_of | dict.fromkeys(("hop", "reduce", "step", "extra_in_flight"), 0)).items():
         if getattr(bench, key) < least:
             raise ConfigError(f"{key}={getattr(bench, key)}: must be at least {least}")
     for key in ("ranks", "microbatches_per_rank"):
-        if not getattr(bench, key) or min(getattr(bench, key)) < 1:
-            raise ConfigError(f"{key}={list(getattr(bench, key))}: must be numbers of at least 1")
+        least = 1 if key == "ranks" else 0
+        if not getattr(bench, key) or min(getattr(bench, key)) < least:
+            raise ConfigError(f"{key}={list(getattr(bench, key))}: must be numbers of at least {least}")
     return bench
 
 
 def cases_of(bench: Bench, *, num_ranks: int, per_rank: int) -> list[Case]:
     """The schedules that are defined for a size."""
-    microbatches = num_ranks * per_rank
+    microbatches = num_ranks * per_rank or 1
     names = [*TORCH_SCHEDULES, *(name for name in SCHEDULES if name != "pipedream")]
     names = names if bench.schedules == "all" else list(bench.schedules)
     if bench.real_update:
@@ -152,7 +157,7 @@ def measure_once(bench: Bench, case: Case) -> Measured:
         costs = emulation_of(bench)
         if is_ours:
             return measure(run_ours_emulated(case, costs), case).measured
-        return spawn_ranks(run_emulated_rank, (case, costs), world_size=case.num_ranks)[0]
+        return measure_emulated(spawn_ranks(run_emulated_rank, (case, costs), world_size=case.num_ranks), case)
     config = real_config(case, bench.overrides)
     if is_ours:
         timeline, _ = spawn_ranks(run_real, (config,), world_size=case.num_ranks)[0]
@@ -215,9 +220,16 @@ def main() -> None:
         all_rows, settings = [], []
         for num_ranks in bench.ranks:
             for per_rank in bench.microbatches_per_rank:
-                lines = measure_setting(bench, cases_of(bench, num_ranks=num_ranks, per_rank=per_rank))
+                cases = cases_of(bench, num_ranks=num_ranks, per_rank=per_rank)
+                if not cases:
+                    print(
+                        f"P = {num_ranks}, m = {num_ranks * per_rank or 1}: none of the schedules is defined",
+                        flush=True,
+                    )
+                    continue
+                lines = measure_setting(bench, cases)
                 rows = rows_of(lines)
-                title = f"{bench.mode} compute, P = {num_ranks}, m = {num_ranks * per_rank}"
+                title = f"{bench.mode} compute, P = {num_ranks}, m = {num_ranks * per_rank or 1}"
                 print_table(f"{title}, medians of {bench.rounds}", rows)
                 for line in lines if bench.timelines and bench.mode == "emulated" else ():
                     if line.case.engine == "megaasync":
@@ -226,9 +238,16 @@ def main() -> None:
                 settings.append((title, rows))
                 write_csv(folder / "bench.csv", all_rows)  # after every setting: an interrupt keeps what there is
                 write_png(folder / "bench.png", settings)
+        if not settings:
+            raise ConfigError("schedules: nothing to measure at these sizes")
         print(f"{folder / 'bench.csv'}\n{folder / 'bench.png'}")
-    except (ConfigError, OSError) as error:
+    except RankFailed as error:
+        print(error.details, file=sys.stderr)
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except (ConfigError, OSError, HydraException, OmegaConfBaseException) as error:
+        message = str(error) if isinstance(error, ConfigError | OSError) else f"overrides: {explain(error)}"
+        print(f"error: {message}", file=sys.stderr)
         raise SystemExit(2) from None
     except (Interrupted, KeyboardInterrupt):
         raise SystemExit(130) from None

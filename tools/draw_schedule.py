@@ -83,6 +83,11 @@ def read_arguments(arguments: list[str]) -> Drawing:
         raise ConfigError(f"schedule={drawing.schedule}: unknown schedule{near}; choose {listed(SCHEDULES)}")
     if drawing.out is not None and Path(drawing.out).suffix not in (".svg", ".png"):
         raise ConfigError(f"out={drawing.out}: must end in .svg or .png")
+    for key in ("forward", "backward", "weight", "hop", "reduce", "step"):
+        if getattr(drawing, key) < 0 or (key == "forward" and not drawing.forward):
+            raise ConfigError(
+                f"{key}={getattr(drawing, key):g}: must be {'above' if key == 'forward' else 'at least'} 0"
+            )
     for key in ("stages", "microbatches"):
         if getattr(drawing, key) < 1:
             raise ConfigError(f"{key}={getattr(drawing, key)}: must be at least 1")
@@ -167,7 +172,12 @@ def draw_measured(drawing: Drawing) -> None:
     """
     path = Path(drawing.trace)
     path = path / "trace.json" if path.is_dir() else path
-    timeline: Timeline = read_chrome_trace(path)
+    try:
+        timeline: Timeline = read_chrome_trace(path)
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"trace={drawing.trace}: is not a trace.json of a run") from None
+    if not timeline.spans:
+        raise ConfigError(f"trace={drawing.trace}: has no action")
     first, last = steps_of(drawing)
     start, end = timeline.part(first_step=first - 1, last_step=last - 1)
     if end <= start:

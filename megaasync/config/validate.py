@@ -102,8 +102,11 @@ def check_layout(config: TrainConfig) -> None:
         made_of = "" if per_rank == 1 else f" x {per_rank} stages per rank = {stages}"
         raise ConfigError(
             f"parallel.pipeline={parallel.pipeline}: more stages{made_of} than model.num_layers={layers}; set "
-            f"parallel.pipeline to at most {layers // per_rank}"
-            + ("" if layers >= per_rank else f", or model.num_layers to at least {per_rank}")
+            + (
+                f"parallel.pipeline to at most {layers // per_rank}"
+                if layers >= per_rank
+                else f"model.num_layers={per_rank} or more"
+            )
         )
     dealt = parallel.layers_per_stage
     if dealt is not None and (len(dealt) != stages or sum(dealt) != layers or min(dealt) < 1):

@@ -20,7 +20,7 @@ class Background:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._work: SimpleQueue[tuple[Callable[[], Any], Future, Any]] = SimpleQueue()
+        self._work: SimpleQueue[tuple[Callable[[], Any], Future, Any] | None] = SimpleQueue()
         # a daemon: a rank that fails must not wait for a collective that its peers will never join
         threading.Thread(target=self._run, daemon=True, name="background").start()
 
@@ -40,15 +40,20 @@ class Background:
         if mark is not None:
             torch.cuda.current_stream(self._device).wait_event(mark)
 
+    def close(self) -> None:
+        """End the thread after all that was given."""
+        self._work.put(None)
+
     def _run(self) -> None:
         if self._stream is not None:
             torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            while True:
-                function, future, given = self._work.get()
+            while (item := self._work.get()) is not None:
+                function, future, given = item
                 if given is not None:
                     self._stream.wait_event(given)
                 try:
                     future.set_result(function())
                 except BaseException as error:
                     future.set_exception(error)
+                del item, function, future, given  # they hold the caller's objects

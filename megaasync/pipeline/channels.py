@@ -77,15 +77,20 @@ class Channels:
         self._sending: Counter[tuple[str, int]] = Counter()
         self._into: dict[tuple[str, int], Receiver | LocalChannel] = {}  # by direction and stage
         self._out_of: dict[tuple[str, int], Sender | LocalChannel] = {}
+        links = set()  # of all ranks: group, sender, receiver
         for stage in range(len(rank_of_stage) - 1):
             for direction, source, target in (("forward", stage, stage + 1), ("backward", stage + 1, stage)):
                 owners = rank_of_stage[source], rank_of_stage[target]
+                if owners[0] != owners[1]:
+                    links.add((group_name(direction, sender=owners[0], receiver=owners[1]), *owners))
                 if owners == (rank, rank):
                     self._out_of[direction, source] = self._into[direction, target] = LocalChannel()
                 elif owners[0] == rank:
                     self._out_of[direction, source] = self._sender(direction, owners[1])
                 elif owners[1] == rank:
                     self._into[direction, target] = self._receiver(direction, owners[0])
+
+        self._links = sorted(links)
 
     def _sender(self, direction: str, peer: int) -> Sender:
         key, transport = (direction, peer), self._transport
@@ -112,6 +117,24 @@ class Channels:
             )
         self._taking[key] += 1
         return self._receivers[key]
+
+    @property
+    def max_outstanding(self) -> int:
+        """Sends per channel that need not have gone out."""
+        return self._transport.max_outstanding
+
+    def connect(self) -> None:
+        """Send one message through every channel, all ranks in one order.
+
+        The first message between two ranks makes a connection, for which NCCL blocks both hosts; without an order they
+        could wait for each other.
+        """
+        probe = self._transport.spec.empty().zero_()
+        for group, sender, receiver in self._links:
+            if sender == self._rank:
+                dist.send(probe, receiver, group=self._groups[group])
+            elif receiver == self._rank:
+                dist.recv(probe, sender, group=self._groups[group])
 
     def take(self, direction: str, stage: int) -> Tensor:
         """The next message for a stage."""

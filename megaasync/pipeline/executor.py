@@ -1,7 +1,8 @@
 """The one executor: runs this rank's slice of a schedule's table, whatever the schedule. There is no `if async`."""
 
+import itertools
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
@@ -20,6 +21,12 @@ from megaasync.pipeline.stage import PipelineStage
 from megaasync.pipeline.updates import StepResult, Updates
 from megaasync.schedules import Action, Op, Phase, PipelineSchedule, unroll
 
+_NORM = "the global gradient norm"
+_WAITED_FOR = {
+    Op.F: "the input of its forward",
+    Op.B: "the gradient for its backward",
+    Op.I: "the gradient for its backward",
+}
 _EVALUATION_SLICE = 32  # microbatches between two looks at whether to stop
 
 
@@ -78,6 +85,8 @@ class Executor:
             Op.RESULT: self._result,
             Op.STEP: updates.step,
         }
+        # as many microbatches as a channel lets go out without waiting; one stage at a time needs no more than one
+        self._evaluation_group = channels.max_outstanding if len(stages) > 1 else 1
         self._schedule: PipelineSchedule | None = None
         self._end = 0
 
@@ -101,26 +110,31 @@ class Executor:
         schedule = self._schedule = phase.schedule
         self._end = end_step
         self._updates.begin(phase, end_step)
-        self._channels.expect((end_step - first_step) * schedule.num_microbatches)
+        with self._located("the start of a segment"):
+            self._channels.expect((end_step - first_step) * schedule.num_microbatches)
         actions = unroll(schedule, rank=self._rank, first_step=first_step, end_step=lambda: self._end, settle=settle)
         try:
             for action in actions:
                 self._run_noted(action)
                 yield from self._updates.take_new_results()
-            self._updates.wait_for_results()
+            with self._located(f"step {self._end}, the global gradient norm"):
+                self._updates.wait_for_results()
             yield from self._updates.take_new_results()
         except TrainingError:
             yield from self._updates.take_new_results()
             self._wait_for_all()
             raise
-        self._channels.close((end_step - self._end) * schedule.num_microbatches)
+        with self._located("the end of a segment"):
+            self._channels.close((end_step - self._end) * schedule.num_microbatches)
+
+    def close(self) -> None:
+        """End what runs in the background; the executor runs nothing after."""
+        self._updates.close()
 
     def _wait_for_all(self) -> None:
         """Before an end that all ranks come to: those not there yet need messages that this one still holds."""
-        if self._group is not None:
-            with suppress(TransportError):
-                done = dist.all_reduce(torch.zeros(1, device=self._device), group=self._group, async_op=True)
-                wait(done, self._timeout, peer=None)
+        with suppress(TransportError):
+            self._sum_over_ranks(torch.zeros(1, device=self._device))
 
     def _run_noted(self, action: Action) -> None:
         """Run one action; an error in it tells where in the table it was."""
@@ -129,33 +143,34 @@ class Executor:
         except TrainingError:
             raise
         except TransportError as error:
-            raise self._located(error, action) from error
+            microbatch = "" if action.microbatch is None else f", microbatch {action.microbatch}"
+            place = f"stage {action.stage}, step {action.step + 1}{microbatch}"
+            raise self._explained(error, f"{place}: waited for {_WAITED_FOR.get(action.op, _NORM)}") from error
         except Exception as error:
             note = f"rank {self._rank} was at {action} of schedule {self._schedule.name}"
             error.__notes__ = [*getattr(error, "__notes__", ()), note]  # add_note is new in Python 3.11
             raise
 
-    def _located(self, error: TransportError, action: Action) -> TransportError:
-        """The error with stage, step, microbatch and peer, and what to do."""
-        wanted = {
-            Op.F: "the input of its forward",
-            Op.B: "the gradient for its backward",
-            Op.I: "the gradient for its backward",
-        }.get(action.op, "the global gradient norm")
-        microbatch = "" if action.microbatch is None else f", microbatch {action.microbatch}"
-        there = [stage for stage, rank in enumerate(self._schedule.rank_of_stage) if rank == error.peer]
-        whom = "" if error.peer is None else f" from rank {error.peer} (stage {', '.join(map(str, there))})"
-        remedy = (
-            "it has ended or its host is gone; its own last message says why"
-            if error.is_lost
-            else "it hangs or is that slow; look at its last message, or raise parallel.timeout_seconds"
-        )
-        return TransportError(
-            f"rank {self._rank}, stage {action.stage}, step {action.step + 1}{microbatch}: waited for {wanted}{whom}, "
-            f"and {error}: {remedy}",
-            peer=error.peer,
-            is_lost=error.is_lost,
-        )
+    @contextmanager
+    def _located(self, place: str) -> Iterator[None]:
+        """A transport error inside says where it was."""
+        try:
+            yield
+        except TransportError as error:
+            raise self._explained(error, f"{place}: waited") from error
+
+    def _explained(self, error: TransportError, waiting: str) -> TransportError:
+        """The error with who waited for what and whom, and what to do."""
+        owners = self._schedule.rank_of_stage if self._schedule else ()
+        there = ", ".join(str(stage) for stage, rank in enumerate(owners) if rank == error.peer)
+        whom = "" if error.peer is None else f" from rank {error.peer} (stage {there})"
+        if error.is_lost:
+            remedy = "a rank has ended or its host is gone; its own last message says why"
+        else:
+            who = "some rank has not handed in its part: it" if error.peer is None else "it"
+            remedy = f"{who} hangs or is that slow; look at its last message, or raise parallel.timeout_seconds"
+        message = f"rank {self._rank}, {waiting}{whom}, and {error}: {remedy}"
+        return TransportError(message, peer=error.peer, is_lost=error.is_lost)
 
     def evaluate(self, source: MicrobatchSource, *, num_microbatches: int, ahead: int) -> Evaluation:
         """Mean loss over a source's microbatches, forward only, with an empty pipeline; the same on every rank.
@@ -170,17 +185,23 @@ class Executor:
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
         for first in range(0, num_microbatches, _EVALUATION_SLICE):
             numbers = range(first, min(first + _EVALUATION_SLICE, num_microbatches))
-            total += self._evaluate_slice(source, numbers, ahead=ahead)
+            with self._located("an evaluation"):
+                total += self._evaluate_slice(source, numbers, ahead=ahead)
             if total[2] > 0:
                 return Evaluation(None, True)
         return Evaluation((total[0] / total[1].clamp_min(1)).item(), False)
 
     def _evaluate_slice(self, source: MicrobatchSource, numbers: range, *, ahead: int) -> Tensor:
-        """[3] float64 over all ranks: loss sum, valid tokens, ranks that asked to stop."""
+        """[3] float64 over all ranks: loss sum, valid tokens, ranks that asked to stop.
+
+        A rank with several stages takes a group of microbatches through one stage before the next, so that the other
+        ranks have something to do meanwhile.
+        """
         self._channels.expect(len(numbers), directions=("forward",))
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
-        for number in numbers:
-            for stage in self.stages:  # in the order of the model, so local inputs are there
+        for first in range(numbers.start, numbers.stop, self._evaluation_group):
+            group = range(first, min(first + self._evaluation_group, numbers.stop))
+            for stage, number in itertools.product(self.stages, group):  # stages in the order of the model
                 microbatch = source.get(0, number) if stage.is_first or stage.is_last else None
                 x = None if stage.is_first else self._channels.take("forward", stage.index)
                 y = stage.evaluate(x, microbatch, version=stage.num_updates + ahead)
@@ -190,17 +211,20 @@ class Executor:
                     self._channels.send("forward", stage.index, y)
         self._channels.flush()
         total[2] = float(self._updates.stop_requested)
-        if self._group is not None:
-            dist.all_reduce(total, group=self._group)
+        self._sum_over_ranks(total)
         return total
+
+    def _sum_over_ranks(self, total: Tensor) -> None:
+        if self._group is not None:
+            wait(dist.all_reduce(total, group=self._group, async_op=True), self._timeout, peer=None)
 
     def has_finite_masters(self) -> bool:
         """Whether the master weights of all stages on all ranks are finite; the same answer on every rank."""
         broken = torch.zeros(1, device=self._device)
         for stage in self.stages:
             broken += (~stage.master.isfinite()).any()
-        if self._group is not None:
-            dist.all_reduce(broken, group=self._group)
+        with self._located("the check of the final weights"):
+            self._sum_over_ranks(broken)
         return broken.item() == 0
 
     def _microbatch_for(self, stage: PipelineStage, action: Action) -> Microbatch | None:

@@ -1,9 +1,10 @@
-"""One stage of the model on one rank: forward, backward (whole or split), hand in the norm, step."""
+"""One stage of the model on one rank: forward, backward (whole or split), hand in the gradient, step."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaasync.data.microbatches import Microbatch
 from megaasync.kernels.weight_gradients import Deferred, WeightGradientQueue, accumulate, use_queue
@@ -71,7 +72,7 @@ class PipelineStage:
         if splits_backward:
             for replica in self.versions.modules:
                 use_queue(replica, self._queue)
-        self._in_flight: dict[Key, tuple[Tensor | None, Tensor, int]] = {}
+        self._in_flight: dict[Key, tuple[Tensor | None, GradientEdge, int]] = {}
         self._deferred: dict[Key, tuple[Deferred, int]] = {}
         self._loss: dict[int, Tensor] = {}
         self._tokens: dict[int, Tensor] = {}
@@ -97,7 +98,8 @@ class PipelineStage:
         if x is not None:
             x.requires_grad_(True)
         y = self.versions.module(version)(x, microbatch)
-        self._in_flight[key] = (x, y, version)
+        # the edge, not the tensor: its values are not needed again here
+        self._in_flight[key] = (x, get_gradient_edge(y), version)
         step = key[0]
         if microbatch is not None:
             self._tokens[step] = self._tokens.get(step, 0) + microbatch.mask_BS.sum()
@@ -106,7 +108,7 @@ class PipelineStage:
         self._loss[step] = self._loss.get(step, 0) + y.detach().double()
         return None
 
-    def _begin_backward(self, key: Key, version: int) -> tuple[Tensor | None, Tensor]:
+    def _begin_backward(self, key: Key, version: int) -> tuple[Tensor | None, GradientEdge]:
         x, y, forward_version = self._in_flight.pop(key)
         assert version == forward_version, f"{key}: forward ran on version {forward_version}, backward on {version}"
         self.gradients.attach(self.versions.module(version), key[0])
@@ -145,29 +147,23 @@ class PipelineStage:
         """The embedding's part of the gradient sum of `step`, on a stage that shares it; written in place."""
         return self.gradients.sum_of(step)[self._tied]
 
-    def tokens_of(self, step: int) -> Tensor:
-        """Valid tokens of `step` that this stage was given."""
-        return self._tokens[step]
+    def take_sums(self, step: int) -> Tensor:
+        """[2] float64: loss sum of `step` (0 but on the last stage) and valid tokens that this stage was given."""
+        sums = self.master.new_zeros(2, dtype=torch.float64)
+        sums[0] = self._loss.pop(step, 0.0)
+        sums[1] = self._tokens.pop(step, 0)
+        return sums
 
     def drop_gradient(self, step: int) -> None:
         """Put zeros in the place of a gradient that is not finite."""
         self.gradients.sum_of(step).zero_()
 
-    def norm_terms(self, step: int) -> Tensor:
-        """[3] float64: squares of the gradient sum, loss sum and valid tokens (the last two on the last stage only).
-
-        A tied embedding counts on the first stage only.
-        """
+    def squares(self, step: int) -> Tensor:
+        """Scalar float64: squares of the gradient sum. A tied embedding counts on the first stage only."""
         gradient = self.gradients.sum_of(step)
-        terms = gradient.new_zeros(3, dtype=torch.float64)
         if self._tied is not None and self.is_last and not self.is_first:
-            terms[0] = sum_of_squares(gradient[: self._tied.start]) + sum_of_squares(gradient[self._tied.stop :])
-        else:
-            terms[0] = sum_of_squares(gradient)
-        tokens = self._tokens.pop(step, None)
-        if self.is_last:
-            terms[1], terms[2] = self._loss.pop(step), tokens
-        return terms
+            return sum_of_squares(gradient[: self._tied.start]) + sum_of_squares(gradient[self._tied.stop :])
+        return sum_of_squares(gradient)
 
     def step(self, step: int, *, scale: float, ahead: int) -> None:
         """Absorb the gradient of `step`: moves the master weights and writes weight version step + 1.

@@ -8,6 +8,7 @@ and later waits for the version (STEP); what is computed, and in which order, is
 import math
 from collections.abc import Iterable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from datetime import timedelta
 from time import perf_counter
@@ -58,8 +59,10 @@ class _Pending:
     result: Future = field(default_factory=Future)
     handed_in: set[int] = field(default_factory=set)
     reductions: list[Future] = field(default_factory=list)  # in the background
-    terms: dict[int, Tensor] = field(default_factory=dict)  # per stage, taken at once if each clips by its own norm
-    tokens: dict[int, Tensor] = field(default_factory=dict)  # likewise: valid tokens
+    # Per stage, [2] loss sum and valid tokens. They belong to the caller's stream: kept until the result is known, or
+    # a GPU's allocator would hand their memory out while the background still has to read it.
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    squares: dict[int, Tensor] = field(default_factory=dict)  # per stage, if each clips by its own norm
     under_way: dict[int, Future] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
     finished: float = 0.0
@@ -109,6 +112,7 @@ class Updates:
         self._new_results: list[StepResult] = []
         self._phase: Phase | None = None
         self._end = 0
+        self._is_broken = False  # a number was not finite: nothing is applied from there on
         self.stop_requested = False
 
     def begin(self, phase: Phase, end_step: int) -> None:
@@ -120,7 +124,7 @@ class Updates:
         if not self._overlap or phase.schedule.clip == "stage":
             return
         for step, pending in sorted(self._pending.items()):
-            for index in self._stages:
+            for index in self._most_urgent_first():
                 if index not in pending.stepped and self._is_due(index, step):
                     self._put_under_way(index, step, pending.result.result())
 
@@ -133,11 +137,10 @@ class Updates:
         index, step = action.stage, action.step
         pending = self._pending.setdefault(step, _Pending())
         pending.handed_in.add(index)
+        pending.sums[index] = self._stages[index].take_sums(step)
         if self._phase.schedule.clip == "stage":
             self._reduce(index, step, beside=False)
-            stage = self._stages[index]
-            pending.tokens[index] = stage.tokens_of(step)
-            pending.terms[index] = stage.norm_terms(step)
+            pending.squares[index] = self._stages[index].squares(step)
         elif self._overlap:
             pending.reductions.append(self._background.submit(lambda: self._reduce(index, step, beside=True)))
         else:
@@ -164,18 +167,25 @@ class Updates:
         if result.stop:
             # No rank has begun the step that needs this update on its most delayed stage: all can end before it.
             self._end = min(self._end, step + 1 + max(self._phase.schedule.delay))
-        steps_here = self._overlap and self._phase.schedule.clip == "global" and result.is_finite
-        due = [index for index in self._stages if steps_here and self._is_due(index, step)]
+        self._is_broken = self._is_broken or not result.is_finite
+        steps_here = self._overlap and self._phase.schedule.clip == "global" and not self._is_broken
+        due = [index for index in self._most_urgent_first() if steps_here and self._is_due(index, step)]
         pending.under_way = {index: Future() for index in due}
         pending.result.set_result(result)
         for index in due:
             self._step_for(pending.under_way[index], index, step, result)
 
+    def _most_urgent_first(self) -> list[int]:
+        """Stages in the order of their delay: the table waits first for those that have none."""
+        return sorted(self._stages, key=lambda index: (self._phase.schedule.delay[index], index))
+
     def _couple(self, step: int, pending: _Pending, *, stop: bool) -> StepResult:
         self._tie(step)
         terms = torch.zeros(4, dtype=torch.float64, device=self._device)
         for index, stage in self._stages.items():
-            terms[:3] += pending.terms[index] if index in pending.terms else stage.norm_terms(step)
+            terms[0] += pending.squares[index] if index in pending.squares else stage.squares(step)
+            if stage.is_last:
+                terms[1:3] += pending.sums[index]
         terms[3] = float(stop)
         if (group := self._groups["norm"]) is not None:
             wait(dist.all_reduce(terms, group=group, async_op=True), self._timeout, peer=None)
@@ -226,9 +236,10 @@ class Updates:
         """
         pending = self._pending[step]
         try:
-            result: StepResult = pending.result.result(self._timeout.total_seconds() + 5)
-        except TimeoutError:
-            raise TransportError(f"no answer for {self._timeout.total_seconds():g} s") from None
+            # the background's own waits, for the tied embedding and for the norm, end first and say more
+            result: StepResult = pending.result.result(2 * self._timeout.total_seconds() + 5)
+        except FutureTimeoutError:  # the built-in one only from Python 3.11
+            raise TransportError(f"no answer came for {2 * self._timeout.total_seconds():g} s") from None
         if not pending.is_known:
             pending.is_known = True
             self._new_results.append(result)
@@ -276,13 +287,17 @@ class Updates:
 
     def _step_by_own_norm(self, index: int, step: int, pending: _Pending) -> None:
         """Clip by the stage's own norm. A gradient that is not finite is dropped; RESULT ends the run soon after."""
-        squares, tokens = pending.terms[index][0].item(), pending.tokens[index].item()
+        squares, tokens = pending.squares[index].item(), int(pending.sums[index][1].item())
         norm = squares**0.5 / max(tokens, 1)
         if not math.isfinite(norm):
             self._stages[index].drop_gradient(step)
             norm = 0.0
         own = StepResult(step, 0.0, norm, tokens, 0.0, False)
         self._apply(index, step, self._scale(own), beside=False)
+
+    def close(self) -> None:
+        """End the background thread; nothing may be handed in after."""
+        self._background.close()
 
     def _forget_finished(self) -> None:
         for step in [s for s, p in self._pending.items() if p.is_known and len(p.stepped) == len(self._stages)]:

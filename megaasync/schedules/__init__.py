@@ -2,7 +2,7 @@
 
 from megaasync.schedules.action import COMPUTE_OPS, Action, Op, parse_action
 from megaasync.schedules.catalog import SCHEDULES, ScheduleKind, build_schedule
-from megaasync.schedules.figures import ScheduleReport, report
+from megaasync.schedules.figures import Holdings, ScheduleReport, holdings, report
 from megaasync.schedules.passes import with_tied_embeddings
 from megaasync.schedules.phases import Phase, make_phases
 from megaasync.schedules.render import color_of, legend_of, render_svg, render_text
@@ -15,6 +15,7 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Costs",
+    "Holdings",
     "Op",
     "Phase",
     "PipelineSchedule",
@@ -27,6 +28,7 @@ __all__ = [
     "check",
     "check_table",
     "color_of",
+    "holdings",
     "legend_of",
     "make_phases",
     "parse_action",

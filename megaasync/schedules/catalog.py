@@ -1,5 +1,6 @@
 """The schedules by the names that users type, and what each of them takes."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -45,6 +46,7 @@ SCHEDULES = {
 }
 
 
+@functools.lru_cache(maxsize=64)
 def build_schedule(
     name: str,
     *,
@@ -55,7 +57,7 @@ def build_schedule(
     tied: bool = False,
     since: int = 0,
 ) -> PipelineSchedule:
-    """A schedule by name.
+    """A schedule by name. Tables are values, so the same request gets the same one.
 
     Args:
         name: a key of SCHEDULES.

@@ -8,6 +8,35 @@ from megaasync.schedules.simulation import Costs, simulate
 
 
 @dataclass(frozen=True, slots=True)
+class Holdings:
+    """What the stages hold at once at most, whatever actions cost.
+
+    Attributes:
+        versions: weight versions, per stage.
+        activations: microbatches in flight, per stage.
+        gradient_buffers: gradient sums, per stage.
+    """
+
+    versions: tuple[int, ...]
+    activations: tuple[int, ...]
+    gradient_buffers: tuple[int, ...]
+
+
+def holdings(schedule: PipelineSchedule) -> Holdings:
+    """Read off the table what must be held, without a simulation."""
+    schedule = replace(schedule, since=0)
+    table = unroll_all(schedule, num_steps=4 + 2 * max(schedule.delay))
+    stages = range(schedule.num_stages)
+    actions_of = [table[schedule.rank_of_stage[stage]] for stage in stages]
+    opens, closes = (Op.I, Op.W) if schedule.splits_backward else (Op.B, Op.B)
+    return Holdings(
+        versions=schedule.num_versions,
+        activations=tuple(_most_alive(actions_of[s], s, Op.F, closes, per_step=False) for s in stages),
+        gradient_buffers=tuple(_most_alive(actions_of[s], s, opens, Op.STEP, per_step=True) for s in stages),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduleReport:
     """What a schedule costs.
 
@@ -15,9 +44,7 @@ class ScheduleReport:
         bubble: idle share of a long run's steady state, over all ranks.
         period: time per step in the steady state.
         exposed: the part of `period` that would not be there if reduction and step cost nothing.
-        versions: weight versions held, per stage.
-        activations: microbatches in flight at most, per stage.
-        gradient_buffers: gradient sums alive at once at most, per stage.
+        versions, activations, gradient_buffers: see `Holdings`.
         slack_before_norm: per stage, time from its own last backward to the STEP.
         slack: per stage, time from the moment all stages have handed in their norm to the STEP that needs it.
     """
@@ -70,17 +97,15 @@ def report(schedule: PipelineSchedule, *, costs: Costs | None = None, overlap: b
     stages = range(schedule.num_stages)
     per_microbatch = sum(costs.of(Op.F, s) + costs.of(Op.B, s) for s in stages)
     compute = schedule.num_microbatches * per_microbatch / schedule.num_ranks
-    table = unroll_all(schedule, num_steps=steps)
-    actions_of = [table[schedule.rank_of_stage[stage]] for stage in stages]
-    opens, closes = (Op.I, Op.W) if schedule.splits_backward else (Op.B, Op.B)
+    held = holdings(schedule)
     before, after = _slacks(schedule, free, num_steps=steps)
     return ScheduleReport(
         bubble=1.0 - compute / period,
         period=period,
-        exposed=period - _period(schedule, free, overlap=overlap, num_steps=steps),
-        versions=schedule.num_versions,
-        activations=tuple(_most_alive(actions_of[s], s, Op.F, closes, per_step=False) for s in stages),
-        gradient_buffers=tuple(_most_alive(actions_of[s], s, opens, Op.STEP, per_step=True) for s in stages),
+        exposed=0.0 if costs == free else period - _period(schedule, free, overlap=overlap, num_steps=steps),
+        versions=held.versions,
+        activations=held.activations,
+        gradient_buffers=held.gradient_buffers,
         slack_before_norm=before,
         slack=after,
     )

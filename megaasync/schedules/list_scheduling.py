@@ -53,14 +53,17 @@ def list_schedule(
     state = _State({(stage, op): 0 for stage in range(num_stages) for op in _OPS})
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     held = [0] * num_ranks
+    places = [
+        [(stage, op) for stage, owner in enumerate(rank_of_stage) if owner == rank for op in _OPS]
+        for rank in range(num_ranks)
+    ]
     remaining, now = len(_OPS) * num_stages * num_microbatches, 0
     while remaining:
         for rank in range(num_ranks):
             ready = [
                 action
-                for (stage, op), microbatch in state.next_of.items()
-                if rank_of_stage[stage] == rank
-                and microbatch < num_microbatches
+                for stage, op in places[rank]
+                if (microbatch := state.next_of[stage, op]) < num_microbatches
                 and (op is not Op.F or held[rank] < in_flight)
                 and state.is_ready(action := Action(op, stage, 0, microbatch), now, num_stages=num_stages)
             ]

@@ -56,8 +56,9 @@ def make_phases(
     asynchronous = num_steps - sync_start_steps - sync_cooldown_steps
     if kind.has_delay and asynchronous < 1:
         raise ScheduleError(
-            f"sync_start_steps = {sync_start_steps} and sync_cooldown_steps = {sync_cooldown_steps} leave no step of "
-            f"{num_steps} to {name}"
+            f"schedule.sync_start_steps={sync_start_steps} and schedule.sync_cooldown_steps={sync_cooldown_steps} "
+            f"leave no step of train.steps={num_steps} to {name}",
+            remedy=f"train.steps={sync_start_steps + sync_cooldown_steps + 1} or more, or fewer synchronous steps",
         )
     runs = ((kind.synchronous, sync_start_steps), (name, asynchronous), (kind.synchronous, sync_cooldown_steps))
     phases, first = [], 0

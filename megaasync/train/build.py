@@ -185,6 +185,8 @@ def build_trainer(
         timeout=timeout,
         recorder=recorder,
     )
+    channels = Channels(schedule.rank_of_stage, rank=rank, transport=transport, groups=groups.by_use)
+    channels.connect()
     executor = Executor(
         stages,
         TrainingMicrobatches(
@@ -195,7 +197,7 @@ def build_trainer(
             device=device,
         ),
         updates,
-        Channels(schedule.rank_of_stage, rank=rank, transport=transport, groups=groups.by_use),
+        channels,
         rank=rank,
         device=device,
         group=groups.all,

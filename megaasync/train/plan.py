@@ -22,6 +22,7 @@ from megaasync.schedules import (
     PipelineSchedule,
     ScheduleError,
     build_schedule,
+    holdings,
     report,
 )
 
@@ -40,7 +41,7 @@ class StageNeeds:
 
 def needs_of(phases: tuple[Phase, ...]) -> StageNeeds:
     """The most that any phase needs."""
-    figures = [report(phase.schedule) for phase in phases]
+    figures = [holdings(phase.schedule) for phase in phases]
 
     def most(name: str) -> tuple[int, ...]:
         return tuple(max(column) for column in zip(*(getattr(one, name) for one in figures), strict=True))

@@ -89,7 +89,13 @@ class Trainer:
         self.executor.request_stop()
 
     def train(self) -> TrainOutcome:
-        """Train from the first step to the last, or to a stop."""
+        """Train from the first step to the last, or to a stop; once."""
+        try:
+            return self._train()
+        finally:
+            self.executor.close()
+
+    def _train(self) -> TrainOutcome:
         self._began = perf_counter()
         done, stopped = 0, False
         for phase, end in self._segments():
@@ -173,13 +179,15 @@ class Trainer:
         else:
             of_z = self._loss_of(ahead=0)
         row["loss"] = of_z.loss
-        if self._config.correction.name == "error_feedback" and phase.schedule.is_asynchronous and not of_z.stop:
-            row["loss_x"] = self._loss_of(ahead=0).loss
+        stopped = of_z.stop
+        if self._config.correction.name == "error_feedback" and phase.schedule.is_asynchronous and not stopped:
+            of_x = self._loss_of(ahead=0)
+            row["loss_x"], stopped = of_x.loss, of_x.stop
         self._recorder.add_pause(start)
         self._evaluating += perf_counter() - start
-        if row["loss"] is not None:
+        if not stopped:
             self._emit(row)
-        return of_z
+        return Evaluation(of_z.loss, stopped)
 
     def _loss_of(self, *, ahead: int) -> Evaluation:
         return self.executor.evaluate(self._validation, num_microbatches=self._validation.num_microbatches, ahead=ahead)

@@ -86,12 +86,16 @@ def test_numbers_as_yaml_gives_them():
             "groups of P = 2, and m = 3 .* set train.global_batch_size=8",
         ),
         ({"schedule__name": "zbv", "parallel__pipeline": 4}, "pipeline=4: more stages x 2 stages per rank = 8 than"),
+        (
+            {"schedule__name": "zbv", "model__num_layers": 1, "model__moe": None},
+            "parallel.pipeline=1: more stages x 2 .* = 2 than model.num_layers=1; set model.num_layers=2 or more",
+        ),
         ({"parallel__virtual_stages": 2}, r"2bw has 1 stage\(s\) per rank, not 2; set parallel.virtual_stages=1"),
         ({"schedule__name": "gpipe", "schedule__extra_in_flight": 1}, "gpipe has no extra forwards in flight; 1f1b"),
         ({"schedule__name": "1f1b", "schedule__sync_start_steps": 2}, "1f1b is synchronous all the time"),
         (
             {"schedule__sync_start_steps": 12, "schedule__sync_cooldown_steps": 8},
-            "sync_start_steps = 12 and sync_cooldown_steps = 8 leave no step of 20 to 2bw",
+            "sync_start_steps=12 and .*_steps=8 leave no step of train.steps=20 to 2bw; set train.steps=21",
         ),
         (
             {"parallel__pipeline": 2, "parallel__layers_per_stage": [3, 2]},

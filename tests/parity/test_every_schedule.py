@@ -168,6 +168,7 @@ PHASES = {"schedule__sync_start_steps": 5, "schedule__sync_cooldown_steps": 5, "
         ("2bw", 2, 2, "adamw", 1),
         ("interleaved_2bw", 2, 2, "muon", 1),
         ("pipedream", 3, 1, "adamw", [2, 1, 0]),
+        ("wpipe", 2, 2, "adamw", [1, 1, 0, 0]),
     ],
 )
 def test_phases_equal_the_loop(schedule, stages, microbatches, optimizer, delay, correction):
@@ -203,7 +204,7 @@ def test_other_phases_are_noticed():
         assert largest_gap(weights, reference_run(config, delay=1).weights) > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "interleaved_2bw", "1f1b"])
+@pytest.mark.parametrize("schedule", ["2bw", "interleaved_2bw", "1f1b", "wpipe"])
 def test_the_hidden_step_has_the_bits_of_the_exposed_one(schedule):
     def numbers(overlap):
         config = config_of(

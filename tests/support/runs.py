@@ -47,7 +47,8 @@ def run_rank(environment: RankEnvironment, config: TrainConfig) -> RunNumbers:
     for stage in trainer.executor.stages:
         layout = stage.optimizer.layout
         for name, weight in zip(layout.names, layout.views(stage.master), strict=True):
-            numbers.weights[name] = weight.numpy().copy()
+            twin = numbers.weights.setdefault(name, weight.numpy().copy())
+            assert (twin == weight.numpy()).all(), f"the two copies of {name} differ"
     leave_group()
     return numbers
 
@@ -62,7 +63,9 @@ def run(config: TrainConfig) -> RunNumbers:
     whole = parts[0]
     for part in parts[1:]:
         assert [_stable(r) for r in part.rows] == [_stable(r) for r in whole.rows], "ranks disagree about the metrics"
-        whole.weights |= part.weights
+        for name, weight in part.weights.items():
+            twin = whole.weights.setdefault(name, weight)
+            assert (twin == weight).all(), f"the two copies of {name} differ"
     return whole
 
 

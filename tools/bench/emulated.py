@@ -74,13 +74,13 @@ class EmulatedStage:
             dist.all_reduce(self._gradient, group=self._replicas)
         time.sleep(self._costs.reduce * self._share)
 
-    def norm_terms(self, step: int) -> Tensor:
-        """One token, so that the loss is a number."""
-        return torch.tensor([1.0, 1.0 if self.is_last else 0.0, 1.0 if self.is_last else 0.0], dtype=torch.float64)
+    def squares(self, step: int) -> Tensor:
+        """A norm."""
+        return torch.ones((), dtype=torch.float64)
 
-    def tokens_of(self, step: int) -> Tensor:
-        """One."""
-        return torch.ones(())
+    def take_sums(self, step: int) -> Tensor:
+        """A loss and a token, so that both are numbers."""
+        return torch.ones(2, dtype=torch.float64)
 
     def step(self, step: int, *, scale: float, ahead: int) -> None:
         """Sleep an optimizer step, or make Muon's."""

@@ -46,7 +46,7 @@ class Ratios:
     """A line's throughput over others', medians of the rounds' ratios."""
 
     to_torch_1f1b: float | None
-    to_best_synchronous: float
+    to_best_synchronous: float | None
     ideal_to_1f1b: float | None
 
 
@@ -61,14 +61,18 @@ def ratios_of(line: Line, lines: Sequence[Line]) -> Ratios:
         return next((one for one in lines if (one.case.engine, one.case.schedule) == (engine, schedule)), None)
 
     torch_1f1b, plain = find("torch", "Schedule1F1B"), find("megaasync", "1f1b")
-    best = min((one for one in lines if one.is_synchronous), key=median_period)
+    best = min((one for one in lines if one.is_synchronous), key=median_period, default=None)
     ideal = None if plain is None or line.planned is None else plain.planned.period / line.planned.period
-    return Ratios(None if torch_1f1b is None else over(torch_1f1b), over(best), ideal)
+    return Ratios(*(None if other is None else over(other) for other in (torch_1f1b, best)), ideal)
 
 
 def median_period(line: Line) -> float:
     """Seconds per step."""
     return statistics.median(one.period for one in line.rounds)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 def rows_of(lines: Sequence[Line]) -> list[dict[str, object]]:
@@ -87,11 +91,11 @@ def rows_of(lines: Sequence[Line]) -> list[dict[str, object]]:
                 "microbatches": line.case.num_microbatches,
                 "seconds_per_step": round(period, 5),
                 "tokens_per_second": round(line.tokens / period, 1),
-                "bubble": None if bubble is None else round(bubble, 4),
-                "bubble_planned": None if line.planned is None else round(line.planned.bubble, 4),
-                "over_torch_1f1b": None if ratios.to_torch_1f1b is None else round(ratios.to_torch_1f1b, 4),
-                "over_best_synchronous": round(ratios.to_best_synchronous, 4),
-                "planned_over_1f1b": None if ratios.ideal_to_1f1b is None else round(ratios.ideal_to_1f1b, 4),
+                "bubble": _rounded(bubble),
+                "bubble_planned": None if line.planned is None else _rounded(line.planned.bubble),
+                "over_torch_1f1b": _rounded(ratios.to_torch_1f1b),
+                "over_best_synchronous": _rounded(ratios.to_best_synchronous),
+                "planned_over_1f1b": _rounded(ratios.ideal_to_1f1b),
                 "rounds": len(line.rounds),
             }
         )
@@ -144,7 +148,12 @@ def write_png(path: Path, settings: Sequence[tuple[str, list[dict[str, object]]]
             else "synchronous"
             for row in rows
         ]
-        values = [float(row["over_best_synchronous"]) for row in rows]
+        fastest = max(float(row["tokens_per_second"]) for row in rows)
+        has_best = all(row["over_best_synchronous"] is not None for row in rows)
+        values = [
+            float(row["over_best_synchronous"] if has_best else row["tokens_per_second"]) / (1 if has_best else fastest)
+            for row in rows
+        ]
         places = range(len(rows))
         axis.barh(places, values, color=[colors[kind] for kind in kinds])
         axis.set_yticks(places, [str(row["schedule"]).replace("Schedule", "") for row in rows], fontsize=9)
@@ -153,7 +162,7 @@ def write_png(path: Path, settings: Sequence[tuple[str, list[dict[str, object]]]
         axis.invert_yaxis()
         axis.axvline(1.0, color="#333", linewidth=0.8)
         axis.set_xlim(0, max(values) * 1.15)
-        axis.set_xlabel("tokens/s, best synchronous schedule = 1")
+        axis.set_xlabel(f"tokens/s, {'best synchronous' if has_best else 'fastest'} schedule = 1")
         axis.set_title(title, fontsize=10, loc="left")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
     labels = ["torch.distributed.pipelining", "megaasync, synchronous", "megaasync, asynchronous"]

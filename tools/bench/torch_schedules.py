@@ -78,42 +78,52 @@ def _quiet() -> Any:
         logger.setLevel(before)
 
 
+Spans = list[tuple[float, float]]  # start and end of every sleep: what counts as busy
+
+
+def _sleep(seconds: float, log: Spans) -> None:
+    start = perf_counter()
+    time.sleep(seconds)
+    log.append((start, perf_counter()))
+
+
 class _Sleep(torch.autograd.Function):
     """Sleeps forward and backward; its tensors carry the time they were made at."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, forward: float, backward: float, hop: float) -> Tensor:  # noqa: ANN001 - torch's
-        ctx.backward_seconds, ctx.hop = backward, hop
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float, hop: float, log: Spans) -> Tensor:
+        ctx.backward_seconds, ctx.hop, ctx.log = backward, hop, log
         sleep_until(x.flatten()[0].item() + hop)
-        time.sleep(forward)
+        _sleep(forward, log)
         return torch.full_like(x, perf_counter())
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN001 - torch's
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: ANN001 - torch's
         sleep_until(grad.flatten()[0].item() + ctx.hop)
-        time.sleep(ctx.backward_seconds)
-        return torch.full_like(grad, perf_counter()), None, None, None
+        _sleep(ctx.backward_seconds, ctx.log)
+        return torch.full_like(grad, perf_counter()), None, None, None, None
 
 
 class _SleepWeight(torch.autograd.Function):
     """Adds nothing, and sleeps when its weight's gradient is taken."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor, backward: float) -> Tensor:  # noqa: ANN001 - torch's
-        ctx.backward_seconds = backward
+    def forward(ctx, weight: Tensor, backward: float, log: Spans) -> Tensor:  # noqa: ANN001 - torch's
+        ctx.backward_seconds, ctx.log = backward, log
         return torch.zeros_like(weight)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001 - torch's
-        time.sleep(ctx.backward_seconds)
-        return torch.zeros_like(grad), None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN001 - torch's
+        _sleep(ctx.backward_seconds, ctx.log)
+        return torch.zeros_like(grad), None, None
 
 
 class EmulatedModule(nn.Module):
     """One emulated stage: half of its backward belongs to the input, half to the weight."""
 
-    def __init__(self, costs: Emulation, *, share: float, width: int, is_first: bool) -> None:
+    def __init__(self, costs: Emulation, log: Spans, *, share: float, width: int, is_first: bool) -> None:
         super().__init__()
+        self._log = log
         self.weight = nn.Parameter(torch.zeros(1, width, dtype=torch.float64))
         self._costs, self._share, self._is_first = costs, share, is_first
 
@@ -123,23 +133,33 @@ class EmulatedModule(nn.Module):
         if self._is_first:
             x = x.detach().zero_().requires_grad_(True)
         half = costs.backward / 2 * share
-        return _Sleep.apply(x, costs.forward * share, half, costs.hop) + _SleepWeight.apply(self.weight, half)
+        slept = _Sleep.apply(x, costs.forward * share, half, costs.hop, self._log)
+        return slept + _SleepWeight.apply(self.weight, half, self._log)
 
 
 def _zero_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output * 0).sum()
 
 
-def run_emulated_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> Measured:
-    """One rank of an emulated run; the period of rank 0 counts."""
+def measure_emulated(parts: list[tuple[list[float], Spans]], case: Case) -> Measured:
+    """Period of rank 0 between two steps' ends; bubble of all ranks in that time."""
+    ends = parts[0][0]
+    start, end = ends[1], ends[-2]
+    busy = sum(max(min(b, end) - max(a, start), 0.0) for _, log in parts for a, b in log)
+    return Measured((end - start) / (len(ends) - 3), 1 - busy / (case.num_ranks * (end - start)))
+
+
+def run_emulated_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> tuple[list[float], Spans]:
+    """One rank of an emulated run: times at which steps ended, and when it was busy."""
     join_group(environment, device=_CPU, timeout=_TIMEOUT)
     torch.set_num_threads(1)
     width, m = 64, case.num_microbatches
     example = torch.zeros(1, width, dtype=torch.float64, requires_grad=True)  # what needs no gradient gets none
     share = case.num_ranks / num_stages(case)
+    log: Spans = []
     stages = [
         pipelining.PipelineStage(
-            EmulatedModule(costs, share=share, width=width, is_first=index == 0),
+            EmulatedModule(costs, log, share=share, width=width, is_first=index == 0),
             index,
             num_stages(case),
             _CPU,
@@ -164,8 +184,7 @@ def run_emulated_rank(environment: RankEnvironment, case: Case, costs: Emulation
             time.sleep(costs.step)
             ends.append(perf_counter())
     leave_group()
-    period = (ends[-2] - ends[1]) / (case.num_steps - 3)
-    return Measured(period, 1 - m * (costs.forward + costs.backward) / period)
+    return ends, log
 
 
 class _FirstOrMiddle(nn.Module):
