@@ -302,19 +302,11 @@ def test_a_signal_during_start_up_leaves_nothing(tmp_path, long_run, delay, numb
     assert ranks_of(process) == []
 
 
-@pytest.mark.parametrize(("correction", "delay"), [("none", 1.0), ("error_feedback", 1.0), ("error_feedback", 7.0)])
-def test_a_signal_during_a_long_evaluation_is_heeded(tmp_path, correction, delay):
-    """Under error feedback an evaluation looks at two sets of weights; the signal may come during either."""
-    process = start_long_run(
-        tmp_path,
-        "train.eval_interval=3",
-        "train.eval_sequences=null",
-        "data.num_tokens=8000000",
-        f"correction={correction}",
-    )
+def test_a_signal_during_a_long_evaluation_is_heeded(tmp_path):
+    process = start_long_run(tmp_path, "train.eval_interval=3", "train.eval_sequences=null", "data.num_tokens=8000000")
     try:
         wait_for_step(tmp_path / "run", 3, process)
-        time.sleep(delay)
+        time.sleep(1)
         start = time.monotonic()
         os.kill(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=30)

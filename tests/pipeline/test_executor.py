@@ -238,6 +238,26 @@ def test_a_stop_at_any_moment_ends_all_ranks_after_the_same_step(schedule, rank,
     assert status == ("interrupted" if steps < 8 else "completed")
 
 
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_stop_in_an_evaluation_is_heeded_in_either_pass(call):
+    """Under error feedback an evaluation looks at z and then at x; a cut one leaves no row."""
+    config = small_config(correction__name="error_feedback", train__eval_interval=2, train__steps=6)
+    trainer = build(_Alone(), config)
+    loss_of, calls = trainer._loss_of, []
+
+    def counted(*, ahead):
+        calls.append(ahead)
+        if len(calls) == call:
+            trainer.request_stop()
+        return loss_of(ahead=ahead)
+
+    trainer._loss_of = counted
+    outcome = trainer.train()
+    assert (outcome.status, outcome.steps) == ("interrupted", 2)
+    assert calls == [1, 0][:call]
+    assert [row["kind"] for row in trainer._observer.rows] == ["train", "train"]
+
+
 def failing_rank(environment, config):
     trainer = build(environment, config)
     if environment.rank == 1:
