@@ -230,7 +230,8 @@ def main() -> None:
                 lines = measure_setting(bench, cases)
                 rows = rows_of(lines)
                 title = f"{bench.mode} compute, P = {num_ranks}, m = {num_ranks * per_rank or 1}"
-                print_table(f"{title}, medians of {bench.rounds}", rows)
+                unit = "tokens" if bench.mode == "real" else "microbatches"
+                print_table(f"{title}, medians of {bench.rounds}", rows, unit=unit)
                 for line in lines if bench.timelines and bench.mode == "emulated" else ():
                     if line.case.engine == "megaasync":
                         draw_timelines(bench, line.case, folder)

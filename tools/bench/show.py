@@ -27,7 +27,7 @@ class Line:
     Attributes:
         rounds: in the order in which they were made; the rounds of all lines are alternated.
         planned: by the simulator; None for torch's schedules.
-        tokens: per step.
+        tokens: per step; microbatches if they are emulated.
     """
 
     case: Case
@@ -102,13 +102,13 @@ def rows_of(lines: Sequence[Line]) -> list[dict[str, object]]:
     return rows
 
 
-def print_table(title: str, rows: Sequence[dict[str, object]]) -> None:
-    """The figures for people, as wide as they are."""
+def print_table(title: str, rows: Sequence[dict[str, object]], *, unit: str) -> None:
+    """The figures for people; `unit` is what a step has so many of: tokens, or microbatches if they are emulated."""
     table = Table(title=title, title_justify="left")
     heads = {
         "engine": "engine",
         "schedule": "schedule",
-        "tokens_per_second": "tokens/s",
+        "tokens_per_second": f"{unit}/s",
         "bubble": "bubble",
         "bubble_planned": "planned",
         "over_torch_1f1b": "x torch 1F1B",
@@ -162,7 +162,7 @@ def write_png(path: Path, settings: Sequence[tuple[str, list[dict[str, object]]]
         axis.invert_yaxis()
         axis.axvline(1.0, color="#333", linewidth=0.8)
         axis.set_xlim(0, max(values) * 1.15)
-        axis.set_xlabel(f"tokens/s, {'best synchronous' if has_best else 'fastest'} schedule = 1")
+        axis.set_xlabel(f"throughput, {'best synchronous' if has_best else 'fastest'} schedule = 1")
         axis.set_title(title, fontsize=10, loc="left")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
     labels = ["torch.distributed.pipelining", "megaasync, synchronous", "megaasync, asynchronous"]
