@@ -19,7 +19,7 @@ from megaasync.optim.newton_schulz import orthogonalize
 from megaasync.pipeline.channels import Channels, Transport, group_names
 from megaasync.pipeline.executor import Executor
 from megaasync.pipeline.updates import Updates
-from megaasync.schedules import Costs, Phase, PipelineSchedule, build_schedule, report
+from megaasync.schedules import Costs, Phase, PipelineSchedule, build_schedule, report, simulate
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)
@@ -213,6 +213,8 @@ def costs_of(case: Case, costs: Emulation) -> Costs:
 
 
 def planned(case: Case, costs: Emulation) -> Measured:
-    """What the simulator says of the same case."""
-    figures = report(schedule_of(case), costs=costs_of(case, costs), overlap=case.overlap)
-    return Measured(figures.period, figures.bubble)
+    """What the simulator says of the same case: the steady state's period, and the bubble of as many steps."""
+    schedule, plan_costs = schedule_of(case), costs_of(case, costs)
+    spans = simulate(schedule, num_steps=case.num_steps, costs=plan_costs, overlap=case.overlap)
+    figures = report(schedule, costs=plan_costs, overlap=case.overlap)
+    return Measured(figures.period, Timeline(spans, case.num_ranks).bubble(num_steps=case.num_steps))
