@@ -145,7 +145,8 @@ def simulate(
                     break
                 start = max([clock[lane], *(ended[key] + hop for key, hop in task.needs)])
                 clock[lane] = ended[task.key] = start + task.cost
-                spans.append(Span(rank, task.action, start, clock[lane], beside))
+                if task.key[0] == "done" and task.action.op is not Op.RESULT:  # the others are moments, not work
+                    spans.append(Span(rank, task.action, start, clock[lane], beside))
                 at[lane] += 1
                 remaining -= 1
                 moved = True
