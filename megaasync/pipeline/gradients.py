@@ -27,6 +27,8 @@ class GradientBuffers:
 
     def _adder(self, index: int):  # noqa: ANN202 - a torch hook
         def add(parameter: Tensor) -> None:
+            if parameter.grad is None:  # a split backward leaves it for later
+                return
             self._current[index].add_(parameter.grad)
             parameter.grad = None
 

@@ -263,6 +263,7 @@ class Updates:
         """Wait for all results of steps handed in."""
         for step in sorted(self._pending):
             self.result(step)
+        self._forget_finished()
 
     def step(self, action: Action) -> None:
         """STEP: have the update of a step made, and its version ready for this rank's next forward.

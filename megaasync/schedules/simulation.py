@@ -121,7 +121,7 @@ def simulate(
         num_steps: steps from an empty to an empty pipeline.
         costs: of actions and hops.
         settle: apply the gradients that the delay leaves pending.
-        overlap: reduction, norm and optimizer step run in the background, as the engine does.
+        overlap: reduction, norm and optimizer step run in the background, as the engine does where clipping is global.
 
     Returns:
         Spans of all ranks, in order of start within each rank.
@@ -130,6 +130,7 @@ def simulate(
         ScheduleError: the table deadlocks.
     """
     costs, schedule = costs or Costs(), replace(schedule, since=0)
+    overlap = overlap and schedule.clip == "global"
     table = unroll_all(schedule, num_steps=num_steps, settle=settle)
     ended: dict[tuple[str, Action], float] = {}
     spans: list[Span] = []

@@ -194,6 +194,7 @@ def test_hop_latency_idles_2bw_until_more_is_in_flight(p, hop):
 def test_reduction_and_step_hide_under_2bw_and_not_under_1f1b(p):
     """Together they cost two microbatches, m = 2P."""
     costs = Costs(1, 2, reduce=3, step=3)
+    assert report(build("pipedream", p, 1), costs=costs, overlap=True).exposed == pytest.approx(6)  # steps in its table
     for name, overlap, exposed in (("2bw", True, 0), ("2bw", False, 6), ("1f1b", True, 6), ("1f1b", False, 6)):
         figures = report(build(name, p, 2 * p), costs=costs, overlap=overlap)
         assert figures.exposed == pytest.approx(exposed), (name, overlap)
