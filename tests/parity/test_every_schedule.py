@@ -21,7 +21,7 @@ def config_of(schedule, stages, microbatches, optimizer="adamw", layers=None, **
         "model__num_layers": layers or max(stages * chunks, 4),
         "train__micro_batch_size": 1,
         "train__global_batch_size": microbatches,
-        "train__steps": 7,
+        "train__steps": 5,
         "train__clip_grad_norm": 0.3,
         "train__warmup_steps": 2,
     }
@@ -66,7 +66,7 @@ def test_three_chunks_and_more_in_flight():
 @pytest.mark.parametrize("correction", ["none", "error_feedback"])
 @pytest.mark.parametrize(
     ("stages", "microbatches", "optimizer", "extra"),
-    [(1, 3, "adamw", 0), (2, 2, "muon", 0), (2, 6, "adamw", 1), (4, 4, "muon", 0)],
+    [(1, 3, "adamw", 0), (2, 2, "muon", 0), (2, 6, "adamw", 1), (4, 4, "adamw", 0)],
 )
 def test_interleaved_2bw_equals_the_loop(stages, microbatches, optimizer, extra, correction):
     config = config_of(
@@ -86,9 +86,8 @@ def test_2bw_with_more_in_flight_equals_the_loop(stages, microbatches):
     assert_equals_the_loop(run(config), reference_run(config, delay=1), config)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("correction", ["none", "error_feedback"])
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(("stages", "optimizer"), [(1, "muon"), (2, "muon"), (2, "adamw"), (4, "adamw")])
 def test_pipedream_equals_the_loop(stages, correction, optimizer):
     """Stage s is P-1-s updates behind and clips by its own norm; error feedback looks as far ahead."""
     config = config_of("pipedream", stages, 1, optimizer, correction__name=correction, train__steps=12)
@@ -98,7 +97,7 @@ def test_pipedream_equals_the_loop(stages, correction, optimizer):
 
 @pytest.mark.parametrize("correction", ["none", "error_feedback"])
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "optimizer"), [(1, 2, "adamw"), (2, 1, "muon"), (2, 3, "adamw"), (4, 2, "muon")]
+    ("stages", "microbatches", "optimizer"), [(1, 2, "adamw"), (2, 1, "muon"), (2, 3, "adamw"), (4, 2, "adamw")]
 )
 def test_wpipe_equals_the_loop(stages, microbatches, optimizer, correction):
     """The first half of the stages is one update behind, the second half none."""
@@ -116,8 +115,9 @@ def test_a_wrong_delay_vector_is_noticed():
         "wpipe with its groups exchanged": (wpipe, {"delay": [0, 0, 1, 1]}),
         "wpipe as 2bw": (wpipe, {"delay": 1}),
     }
+    weights = {config: run(config).weights for config in (pipedream, wpipe)}
     for mistake, (config, arguments) in wrong.items():
-        gap = largest_gap(run(config).weights, reference_run(config, **arguments).weights)
+        gap = largest_gap(weights[config], reference_run(config, **arguments).weights)
         assert gap > 1000 * TOLERANCE, f"the comparison does not notice: {mistake}"
 
 
@@ -135,8 +135,10 @@ TIED = [
 ]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(("schedule", "stages", "microbatches", "delay"), TIED)
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches", "delay", "overlap"),
+    [*((*case, True) for case in TIED), *((*TIED[number], False) for number in (0, 4, 6, 8))],
+)
 def test_tied_embeddings_equal_the_loop(schedule, stages, microbatches, delay, overlap):
     """Both copies get the sum of both gradients, which counts once in the norm; asynchronous schedules included."""
     config = config_of(
@@ -194,7 +196,7 @@ def test_phases_equal_the_loop(schedule, stages, microbatches, optimizer, delay,
 
 
 def test_other_phases_are_noticed():
-    weights = run(config_of("2bw", 2, 2, **PHASES)).weights
+    weights = run(config_of("2bw", 1, 2, **PHASES)).weights
     for other in (
         {"schedule__sync_start_steps": 0, "schedule__sync_cooldown_steps": 0},
         {"schedule__sync_start_steps": 4},

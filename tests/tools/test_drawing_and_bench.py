@@ -67,10 +67,8 @@ def test_a_trace_is_read_back(tmp_path):
         ("draw_schedule.py", "steps=3-x", "steps=3-x: must be a number or a range"),
         ("draw_schedule.py", "trace=nowhere.json", "nowhere.json"),
         ("draw_schedule.py", "2bw", "cannot be read as key=value"),
-        ("bench_pipeline.py", "mode=fast", "mode=fast: unknown value"),
         ("bench_pipeline.py", "schedules=2bww", "schedules=2bww: unknown schedule"),
         ("bench_pipeline.py", "steps=1", "steps=1: must be at least 5"),
-        ("bench_pipeline.py", "ranks=0", "ranks=[0]: must be numbers of at least 1"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, name, argument, words):
@@ -81,25 +79,23 @@ def test_mistakes_are_one_line(tmp_path, name, argument, words):
 
 
 def test_a_small_bench_writes_table_csv_and_picture(tmp_path):
-    """Two schedules of each engine on emulated compute; figures only as far as noise cannot reach."""
+    """Emulated compute of both engines; figures only as far as noise cannot reach."""
     ran = tool(
         "bench_pipeline.py",
         "ranks=2",
         "microbatches_per_rank=1",
-        "schedules=Schedule1F1B,ScheduleZBVZeroBubble,1f1b,2bw",
+        "schedules=Schedule1F1B,1f1b,2bw",
         "rounds=1",
         "steps=6",
-        "forward_ms=20",
-        "backward_ms=40",
-        "timelines=true",
+        "forward_ms=15",
+        "backward_ms=30",
         "out=b",
         cwd=tmp_path,
     )
     assert ran.returncode == 0, ran.stderr
     rows = {row["schedule"]: row for row in csv.DictReader((tmp_path / "b" / "bench.csv").open())}
-    assert set(rows) == {"Schedule1F1B", "ScheduleZBVZeroBubble", "1f1b", "2bw"}
+    assert set(rows) == {"Schedule1F1B", "1f1b", "2bw"}
     assert float(rows["2bw"]["planned_over_1f1b"]) == 1.5
     assert float(rows["2bw"]["over_torch_1f1b"]) > 1.25
     assert float(rows["1f1b"]["bubble"]) > float(rows["2bw"]["bubble"]) + 0.15
     assert (tmp_path / "b" / "bench.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "b" / "timeline-2bw-measured.svg").exists()
