@@ -45,6 +45,12 @@ def assert_equals_the_loop(numbers: RunNumbers, by_hand: Reference, config) -> N
     assert max(by_hand.norms) > config.train.clip_grad_norm, "clipping never acted"
 
 
+def also_slow(cases, *, kept):
+    """The cases whose numbers are kept run by default, the others with `--slow engine`."""
+    slow = pytest.mark.slow("engine")
+    return [case if number in kept else pytest.param(*case, marks=slow) for number, case in enumerate(cases)]
+
+
 SYNCHRONOUS = [
     *[(name, p, m) for name in ("gpipe", "zb_h1") for p, m in ((1, 2), (2, 1), (2, 3), (4, 2), (4, 6))],
     *[("interleaved_1f1b", p, m) for p, m in ((1, 3), (2, 2), (2, 4), (4, 4))],
@@ -53,7 +59,9 @@ SYNCHRONOUS = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "stages", "microbatches"), SYNCHRONOUS)
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches"), also_slow(SYNCHRONOUS, kept=(2, 4, 6, 7, 9, 10, 11, 13, 15, 17))
+)
 def test_synchronous_schedules_equal_one_rank(schedule, stages, microbatches):
     optimizer = "muon" if stages == 2 else "adamw"
     assert_equals_one_rank(config_of(schedule, stages, microbatches, optimizer))
@@ -66,7 +74,7 @@ def test_three_chunks_and_more_in_flight():
 @pytest.mark.parametrize("correction", ["none", "error_feedback"])
 @pytest.mark.parametrize(
     ("stages", "microbatches", "optimizer", "extra"),
-    [(1, 3, "adamw", 0), (2, 2, "muon", 0), (2, 6, "adamw", 1), (4, 4, "adamw", 0)],
+    also_slow([(1, 3, "adamw", 0), (2, 2, "muon", 0), (2, 6, "adamw", 1), (4, 4, "adamw", 0)], kept=(1, 2)),
 )
 def test_interleaved_2bw_equals_the_loop(stages, microbatches, optimizer, extra, correction):
     config = config_of(
@@ -87,7 +95,9 @@ def test_2bw_with_more_in_flight_equals_the_loop(stages, microbatches):
 
 
 @pytest.mark.parametrize("correction", ["none", "error_feedback"])
-@pytest.mark.parametrize(("stages", "optimizer"), [(1, "muon"), (2, "muon"), (2, "adamw"), (4, "adamw")])
+@pytest.mark.parametrize(
+    ("stages", "optimizer"), also_slow([(1, "muon"), (2, "muon"), (2, "adamw"), (4, "adamw")], kept=(1, 3))
+)
 def test_pipedream_equals_the_loop(stages, correction, optimizer):
     """Stage s is P-1-s updates behind and clips by its own norm; error feedback looks as far ahead."""
     config = config_of("pipedream", stages, 1, optimizer, correction__name=correction, train__steps=12)
@@ -97,7 +107,8 @@ def test_pipedream_equals_the_loop(stages, correction, optimizer):
 
 @pytest.mark.parametrize("correction", ["none", "error_feedback"])
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "optimizer"), [(1, 2, "adamw"), (2, 1, "muon"), (2, 3, "adamw"), (4, 2, "adamw")]
+    ("stages", "microbatches", "optimizer"),
+    also_slow([(1, 2, "adamw"), (2, 1, "muon"), (2, 3, "adamw"), (4, 2, "adamw")], kept=(1, 2)),
 )
 def test_wpipe_equals_the_loop(stages, microbatches, optimizer, correction):
     """The first half of the stages is one update behind, the second half none."""
@@ -137,7 +148,10 @@ TIED = [
 
 @pytest.mark.parametrize(
     ("schedule", "stages", "microbatches", "delay", "overlap"),
-    [*((*case, True) for case in TIED), *((*TIED[number], False) for number in (0, 4, 6, 8))],
+    also_slow(
+        [*((*case, True) for case in TIED), *((*TIED[number], False) for number in (0, 4, 6, 8))],
+        kept=(0, 2, 4, 6, 8, 9, 12),
+    ),
 )
 def test_tied_embeddings_equal_the_loop(schedule, stages, microbatches, delay, overlap):
     """Both copies get the sum of both gradients, which counts once in the norm; asynchronous schedules included."""
@@ -164,14 +178,17 @@ PHASES = {"schedule__sync_start_steps": 5, "schedule__sync_cooldown_steps": 5, "
 @pytest.mark.parametrize("correction", ["none", "error_feedback"])
 @pytest.mark.parametrize(
     ("schedule", "stages", "microbatches", "optimizer", "delay"),
-    [
-        ("2bw", 1, 2, "adamw", 1),
-        ("2bw", 2, 2, "muon", 1),
-        ("2bw", 2, 2, "adamw", 1),
-        ("interleaved_2bw", 2, 2, "muon", 1),
-        ("pipedream", 3, 1, "adamw", [2, 1, 0]),
-        ("wpipe", 2, 2, "adamw", [1, 1, 0, 0]),
-    ],
+    also_slow(
+        [
+            ("2bw", 1, 2, "adamw", 1),
+            ("2bw", 2, 2, "muon", 1),
+            ("2bw", 2, 2, "adamw", 1),
+            ("interleaved_2bw", 2, 2, "muon", 1),
+            ("pipedream", 3, 1, "adamw", [2, 1, 0]),
+            ("wpipe", 2, 2, "adamw", [1, 1, 0, 0]),
+        ],
+        kept=(1, 4),
+    ),
 )
 def test_phases_equal_the_loop(schedule, stages, microbatches, optimizer, delay, correction):
     """Synchronous start, asynchronous middle, synchronous cooldown; evaluating in between changes nothing."""
