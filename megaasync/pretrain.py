@@ -4,12 +4,14 @@ import importlib
 import sys
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megaasync.config import ConfigError, TrainConfig, phases_of, read, validate
+from megaasync.config.layout import AXES
 from megaasync.data import DataError
 from megaasync.distributed import TransportError
 from megaasync.distributed.environment import RankEnvironment, launched_environment
@@ -20,14 +22,30 @@ from megaasync.observe.run_files import read_metrics, write_json, write_text
 from megaasync.pipeline import TrainingError
 
 
+def _resolve_data(config: TrainConfig, plain: dict[str, Any], environment: RankEnvironment | None) -> TrainConfig:
+    """Make `parallel.data=auto` the number of ranks that the other axes leave, here and in the plain config."""
+    if config.parallel.data != "auto":
+        return config
+    others = replace(config.layout, data=1).world_size
+    launched = others if environment is None else environment.world_size
+    if launched % others:
+        raise ConfigError(
+            f"parallel.data=auto: pipeline x expert x tensor = {others} does not divide the WORLD_SIZE={launched} that "
+            "was launched; launch a multiple of it or change parallel.pipeline, parallel.expert or parallel.tensor"
+        )
+    plain["parallel"]["data"] = launched // others
+    return replace(config, parallel=replace(config.parallel, data=launched // others))
+
+
 def _check_world(config: TrainConfig, environment: RankEnvironment | None) -> None:
     if environment is not None and environment.world_size != config.world_size:
-        parallel = config.parallel
+        layout, launched = config.layout, environment.world_size
+        others = replace(layout, data=1).world_size
+        remedy = f"parallel.data={launched // others}" if launched % others == 0 else "other degrees"
         raise ConfigError(
-            f"parallel.pipeline={parallel.pipeline}: tensor({parallel.tensor}) x expert({parallel.expert}) x "
-            f"pipeline({parallel.pipeline}) x data({parallel.data}) = {config.world_size} ranks, but "
-            f"WORLD_SIZE={environment.world_size} were launched; set parallel.pipeline={environment.world_size} or "
-            f"launch {config.world_size}"
+            f"parallel.data={layout.data}: tensor({layout.tensor}) x expert({layout.expert}) x "
+            f"pipeline({layout.pipeline}) x data({layout.data}) = {layout.world_size} ranks, but WORLD_SIZE={launched} "
+            f"were launched; set {remedy} or launch {layout.world_size}"
         )
 
 
@@ -78,7 +96,7 @@ def pretrain(plain: dict[str, Any]) -> None:
     folder = environment = None
     try:
         environment = launched_environment()
-        config = validate(read(TrainConfig, plain))
+        config = validate(_resolve_data(read(TrainConfig, plain), plain, environment))
         if config.dry_run:
             _print_plan(config)
             return
@@ -123,10 +141,14 @@ def pretrain(plain: dict[str, Any]) -> None:
 
 
 def _rank_names(config: TrainConfig) -> list[str]:
-    """Ranks with their pipeline stages, for messages."""
-    schedule = phases_of(config)[0].schedule
-    stages = [schedule.stages_of(rank) for rank in range(schedule.num_ranks)]
-    return [f"rank {rank} (stage {', '.join(map(str, held))})" for rank, held in enumerate(stages)]
+    """Ranks with their pipeline stages and, of axes with several ranks, where they stand; for messages."""
+    schedule, layout = phases_of(config)[0].schedule, config.layout
+    names = []
+    for rank in range(layout.world_size):
+        stages = ", ".join(map(str, schedule.stages_of(layout.coordinate(rank, "pipeline"))))
+        others = [f", {axis} {layout.coordinate(rank, axis)}" for axis in AXES[1:] if getattr(layout, axis) > 1]
+        names.append(f"rank {rank} (stage {stages}{''.join(others)})")
+    return names
 
 
 def _run_rank(environment: RankEnvironment, *args: Any) -> str:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megaasync.config.layout import Layout
+
 
 class ConfigError(ValueError):
     """A wrong configuration; the message names key, value and remedy."""
@@ -18,6 +20,15 @@ class MoeConfig:
         ffn_hidden_size: inner width of one expert.
         num_shared_experts: experts that see every token, fused into one of that many times the width.
         first_dense_layers: layers at the bottom that stay dense.
+        score_function: of the router's logits.
+        normalize_top_k: the weights of a token's experts are made to sum to one.
+        capacity_factor: an expert takes at most this many times its even share of a rank's microbatch, and drops the
+            rest; null drops nothing.
+        bias_update_rate: after each step, experts above the mean load get this much less bias for the choice, those
+            below more (arXiv 2408.15664); 0 is off.
+        sequence_balance_loss: coefficient of the balance loss within each sequence (arXiv 2412.19437); 0 is off.
+        global_balance_loss: coefficient of the balance loss against the whole batch before (arXiv 2501.11873).
+        z_loss: coefficient of the squared log of the softmax's denominator (arXiv 2202.08906).
     """
 
     num_experts: int
@@ -25,6 +36,13 @@ class MoeConfig:
     ffn_hidden_size: int
     num_shared_experts: int
     first_dense_layers: int
+    score_function: Literal["softmax", "sigmoid"]
+    normalize_top_k: bool
+    capacity_factor: float | None
+    bias_update_rate: float
+    sequence_balance_loss: float
+    global_balance_loss: float
+    z_loss: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +145,8 @@ class ParallelConfig:
 
     Attributes:
         data: a number, or `auto` for what the launched ranks leave (1 when started bare).
+        expert: ranks over which experts are spread; they hold different sequences, as those of `data` do.
+        sequence_parallel: between layers, tensor-parallel ranks hold a part of the sequence each.
         virtual_stages: stages per pipeline rank; null takes what the schedule needs: 2 for interleaved ones, zbv and
             wpipe, else 1.
         layers_per_stage: layers of each stage, in the order of the model; null deals them so that the most expensive
@@ -138,6 +158,7 @@ class ParallelConfig:
     expert: int
     pipeline: int
     data: int | Literal["auto"]
+    sequence_parallel: bool
     virtual_stages: int | None
     layers_per_stage: tuple[int, ...] | None
     timeout_seconds: float
@@ -289,6 +310,13 @@ class TrainConfig:
     dry_run: bool
 
     @property
+    def layout(self) -> Layout:
+        """The mesh of ranks; `auto` counts as 1 until it is resolved."""
+        parallel = self.parallel
+        data = 1 if parallel.data == "auto" else parallel.data
+        return Layout(parallel.pipeline, data, parallel.expert, parallel.tensor)
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches per step, m."""
         return self.train.global_batch_size // (self.train.micro_batch_size * self.data_ranks)
@@ -296,10 +324,9 @@ class TrainConfig:
     @property
     def data_ranks(self) -> int:
         """Ranks that hold different sequences: data x expert."""
-        data = 1 if self.parallel.data == "auto" else self.parallel.data
-        return data * self.parallel.expert
+        return self.layout.size(("data", "expert"))
 
     @property
     def world_size(self) -> int:
         """Ranks that the layout needs."""
-        return self.parallel.tensor * self.parallel.pipeline * self.data_ranks
+        return self.layout.world_size

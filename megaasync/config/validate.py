@@ -1,5 +1,6 @@
 """Rules that one field alone cannot show, one short named function each; all run before anything is started."""
 
+import math
 from collections.abc import Callable
 from pathlib import PurePath
 
@@ -69,8 +70,19 @@ def check_experts(config: TrainConfig) -> None:
         return
     for name in ("num_experts", "top_k", "ffn_hidden_size"):
         _at_least(f"model.moe.{name}", getattr(moe, name), 1)
-    for name in ("num_shared_experts", "first_dense_layers"):
+    for name in (
+        "num_shared_experts",
+        "first_dense_layers",
+        "bias_update_rate",
+        "sequence_balance_loss",
+        "global_balance_loss",
+        "z_loss",
+    ):
         _at_least(f"model.moe.{name}", getattr(moe, name), 0)
+    if moe.capacity_factor is not None and moe.capacity_factor <= 0:
+        raise ConfigError(
+            f"model.moe.capacity_factor={moe.capacity_factor}: must be above 0; set null to drop no token"
+        )
     if moe.top_k > moe.num_experts:
         raise ConfigError(
             f"model.moe.top_k={moe.top_k}: must be at most model.moe.num_experts={moe.num_experts}; "
@@ -86,12 +98,6 @@ def check_experts(config: TrainConfig) -> None:
 def check_layout(config: TrainConfig) -> None:
     """The layout can be built, and every stage has a layer."""
     parallel = config.parallel
-    for name in ("tensor", "expert", "data"):
-        degree = getattr(parallel, name)
-        if degree not in (1, "auto"):
-            raise ConfigError(
-                f"parallel.{name}={degree}: this version has pipeline parallelism only; set parallel.{name}=1"
-            )
     if parallel.virtual_stages is not None:
         _at_least("parallel.virtual_stages", parallel.virtual_stages, 1)
     if parallel.timeout_seconds <= 0:
@@ -113,6 +119,36 @@ def check_layout(config: TrainConfig) -> None:
         raise ConfigError(
             f"parallel.layers_per_stage={list(dealt)}: must be {stages} numbers of at least 1 that sum to "
             f"model.num_layers={layers}; set null to have the layers dealt"
+        )
+
+
+def check_tensor(config: TrainConfig) -> None:
+    """Every layer can be split over the tensor-parallel ranks."""
+    size, model = config.parallel.tensor, config.model
+    if size == 1:
+        return
+    split = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "seq_length": model.seq_length}
+    if model.moe is None or model.moe.first_dense_layers:
+        split["ffn_hidden_size"] = model.ffn_hidden_size
+    if model.moe is not None and model.moe.num_shared_experts:
+        split["moe.ffn_hidden_size x num_shared_experts"] = model.moe.ffn_hidden_size * model.moe.num_shared_experts
+    for name, length in split.items():
+        if length % size:
+            raise ConfigError(
+                f"parallel.tensor={size}: must divide model.{name}={length}, which each rank has an equal part of; "
+                f"set parallel.tensor={math.gcd(size, length)}"
+            )
+    if size > model.vocab_size:
+        raise ConfigError(f"parallel.tensor={size}: more ranks than model.vocab_size={model.vocab_size} rows")
+
+
+def check_expert_parallel(config: TrainConfig) -> None:
+    """Experts can be spread evenly."""
+    size, moe = config.parallel.expert, config.model.moe
+    if moe is not None and moe.num_experts % size:
+        raise ConfigError(
+            f"parallel.expert={size}: must divide model.moe.num_experts={moe.num_experts}, of which each rank has an "
+            f"equal part; set parallel.expert={math.gcd(size, moe.num_experts)}"
         )
 
 
@@ -217,6 +253,8 @@ RULES: tuple[Callable[[TrainConfig], None], ...] = (
     check_attention,
     check_experts,
     check_layout,
+    check_tensor,
+    check_expert_parallel,
     check_batch,
     check_schedule,
     check_optimizer,

@@ -74,8 +74,22 @@ def _as_microbatch(rows: np.ndarray, valid: np.ndarray, device: torch.device) ->
     return Microbatch(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous(), mask.contiguous())
 
 
+@dataclass(frozen=True, slots=True)
+class DataShare:
+    """Which of the ranks that hold different sequences this one is: `index` of `count`."""
+
+    index: int = 0
+    count: int = 1
+
+
+WHOLE_BATCH = DataShare()
+
+
 class TrainingMicrobatches:
-    """Sequences in an order shuffled by (seed, epoch); none comes twice within an epoch."""
+    """Sequences in an order shuffled by (seed, epoch); none comes twice within an epoch.
+
+    A step takes the same sequences whatever the number of ranks and the size of a microbatch.
+    """
 
     def __init__(
         self,
@@ -85,13 +99,15 @@ class TrainingMicrobatches:
         num_microbatches: int,
         seed: int,
         device: torch.device,
+        share: DataShare = WHOLE_BATCH,
     ) -> None:
         self._sequences, self._device, self._seed = sequences, device, seed
-        self._micro, self._per_step = micro_batch_size, micro_batch_size * num_microbatches
+        self._micro, self._share = micro_batch_size, share
+        self._per_step = micro_batch_size * num_microbatches * share.count
 
     def indices(self, step: int, microbatch: int) -> np.ndarray:
         """[B] sequence numbers at this address."""
-        first = step * self._per_step + microbatch * self._micro
+        first = step * self._per_step + (microbatch * self._share.count + self._share.index) * self._micro
         position = first + np.arange(self._micro)
         epoch, within = np.divmod(position, self._sequences.num_sequences)
         chosen = np.empty(self._micro, dtype=np.int64)
@@ -114,14 +130,20 @@ class ValidationMicrobatches:
     """
 
     def __init__(
-        self, sequences: TokenSequences, *, micro_batch_size: int, limit: int | None, device: torch.device
+        self,
+        sequences: TokenSequences,
+        *,
+        micro_batch_size: int,
+        limit: int | None,
+        device: torch.device,
+        share: DataShare = WHOLE_BATCH,
     ) -> None:
-        self._sequences, self._micro, self._device = sequences, micro_batch_size, device
+        self._sequences, self._micro, self._device, self._share = sequences, micro_batch_size, device, share
         self._count = sequences.num_sequences if limit is None else min(limit, sequences.num_sequences)
-        self.num_microbatches = -(-self._count // micro_batch_size)
+        self.num_microbatches = -(-self._count // (micro_batch_size * share.count))
 
     def get(self, step: int, microbatch: int) -> Microbatch:
         """Microbatch `microbatch`; the step does not matter."""
-        index = microbatch * self._micro + np.arange(self._micro)
+        index = (microbatch * self._share.count + self._share.index) * self._micro + np.arange(self._micro)
         valid = index < self._count
         return _as_microbatch(self._sequences.take(np.where(valid, index, 0)), valid, self._device)

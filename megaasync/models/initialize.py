@@ -2,11 +2,13 @@
 
 import hashlib
 import math
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megaasync.config.schema import ModelConfig
+from megaasync.distributed.sharding import Shape
 
 _RESIDUAL = ("attention.output.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
 
@@ -16,20 +18,48 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def initialize_(module: nn.Module, config: ModelConfig, *, seed: int) -> None:
+Part = tuple[range, ...]  # of a parameter, one range per dimension
+
+
+def _draw(shape: Shape, part: Part, *, std: float, seed: int, name: str) -> Tensor:
+    """float32 on the CPU, whatever the run's dtype and device."""
+    whole = torch.empty(shape, dtype=torch.float32)
+    whole.normal_(0.0, std, generator=_generator(seed, name))
+    return whole[tuple(slice(one.start, one.stop) for one in part)]
+
+
+def initialize_(
+    module: nn.Module,
+    config: ModelConfig,
+    *,
+    seed: int,
+    shapes: Mapping[str, Shape] | None = None,
+    parts: Mapping[str, Part] | None = None,
+) -> None:
     """Fill a stage's parameters in place: norms with ones, the rest normal with `init_std`.
 
-    Projections back into the residual stream divide it by sqrt(2 num_layers) (GPT-2). Draws are float32 on the CPU
-    whatever the run's dtype and device.
+    Projections back into the residual stream divide it by sqrt(2 num_layers) (GPT-2). Each expert has a draw of its
+    own, so that a rank draws only the experts that it holds.
+
+    Args:
+        module: the stage.
+        config: of the model.
+        seed: of the run.
+        shapes: of the whole parameters, where the module holds parts.
+        parts: which part of each parameter the module holds.
     """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
                 continue
+            shape = parameter.shape if shapes is None else shapes[name]
+            part = tuple(map(range, shape)) if parts is None else parts[name]
             std = config.init_std
             if name.endswith(_RESIDUAL):
                 std /= math.sqrt(2 * config.num_layers)
-            draw = torch.empty(parameter.shape, dtype=torch.float32)
-            draw.normal_(0.0, std, generator=_generator(seed, name))
-            parameter.copy_(draw)
+            if len(shape) == 3:
+                for mine, expert in enumerate(part[0]):
+                    parameter[mine] = _draw(shape[1:], part[1:], std=std, seed=seed, name=f"{name}.{expert}")
+            else:
+                parameter.copy_(_draw(shape, part, std=std, seed=seed, name=name))

@@ -1,9 +1,14 @@
 """A pipeline stage of the decoder: any run of layers, with the embedding in front or the head behind."""
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor, nn
 
 from megaasync.config.schema import ModelConfig
 from megaasync.data.microbatches import Microbatch
+from megaasync.distributed.rank_group import ALONE, RankGroup
+from megaasync.distributed.sharding import Shape
 from megaasync.nn.attention import Attention
 from megaasync.nn.linear import Embedding, Linear
 from megaasync.nn.loss import cross_entropy_sum
@@ -11,6 +16,7 @@ from megaasync.nn.mlp import SwiGLU
 from megaasync.nn.moe import MoE
 from megaasync.nn.norm import RMSNorm
 from megaasync.nn.rope import RotaryTables
+from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 
 
 def is_moe_layer(config: ModelConfig, layer: int) -> bool:
@@ -21,71 +27,97 @@ def is_moe_layer(config: ModelConfig, layer: int) -> bool:
 TIED_PARAMETER = "embedding.weight"  # of the first and of the last stage, if the embeddings are tied
 
 
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Over which ranks the layers themselves are split: matrices over `tensor`, experts over `expert`."""
+
+    tensor: TensorParallel = NO_TENSOR_PARALLEL
+    expert: RankGroup = ALONE
+
+
+NO_SPLITS = Splits()
+
+
 class TransformerBlock(nn.Module):
     """Pre-norm block: attention, then a dense or mixture-of-experts feed-forward."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, splits: Splits = NO_SPLITS) -> None:
         super().__init__()
-        hidden = config.hidden_size
+        hidden, tensor = config.hidden_size, splits.tensor
         self.attention_norm = RMSNorm(hidden, eps=config.norm_eps)
-        self.attention = Attention(hidden_size=hidden, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+        self.attention = Attention(
+            hidden_size=hidden, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, tensor=tensor
+        )
         self.mlp_norm = RMSNorm(hidden, eps=config.norm_eps)
-        if is_moe_layer(config, layer):
-            moe = config.moe
-            self.mlp: nn.Module = MoE(
-                hidden_size=hidden,
-                num_experts=moe.num_experts,
-                top_k=moe.top_k,
-                ffn_hidden_size=moe.ffn_hidden_size,
-                num_shared_experts=moe.num_shared_experts,
-            )
-        else:
-            self.mlp = SwiGLU(hidden_size=hidden, ffn_hidden_size=config.ffn_hidden_size)
+        self._is_moe = is_moe_layer(config, layer)
+        self.mlp: nn.Module = (
+            MoE(config.moe, hidden_size=hidden, tensor=tensor, expert=splits.expert)
+            if self._is_moe
+            else SwiGLU(hidden_size=hidden, ffn_hidden_size=config.ffn_hidden_size, tensor=tensor)
+        )
 
-    def forward(self, x_BSD: Tensor, rotary: RotaryTables) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
+    def forward(self, x_BSD: Tensor, rotary: RotaryTables, mask_BS: Tensor | None) -> Tensor:
+        """[B, S, D] to [B, S, D]; a mixture of experts needs to know which tokens are valid."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        normed_BSD = self.mlp_norm(x_BSD)
+        return x_BSD + (self.mlp(normed_BSD, mask_BS) if self._is_moe else self.mlp(normed_BSD))
 
 
 class DecoderStage(nn.Module):
     """The layers of one stage. Parameter names carry the layer's number in the whole model.
 
     The first stage turns tokens into hidden states, the last one hidden states into the sum of the losses.
+
+    Attributes:
+        needs_mask: some layer needs to know which tokens are valid.
     """
 
-    def __init__(self, config: ModelConfig, layers: range) -> None:
+    def __init__(self, config: ModelConfig, layers: range, splits: Splits = NO_SPLITS) -> None:
         super().__init__()
         is_first, is_last = layers.start == 0, layers.stop == config.num_layers
         tied = config.tie_embeddings and is_last
-        self.embedding = Embedding(config.vocab_size, config.hidden_size) if is_first or tied else None
-        self.layers = nn.ModuleDict({str(layer): TransformerBlock(config, layer) for layer in layers})
+        self._vocab_size, self._tensor = config.vocab_size, splits.tensor
+        self.embedding = (
+            Embedding(config.vocab_size, config.hidden_size, tensor=splits.tensor) if is_first or tied else None
+        )
+        self.layers = nn.ModuleDict({str(layer): TransformerBlock(config, layer, splits) for layer in layers})
+        self.needs_mask = any(is_moe_layer(config, layer) for layer in layers)
         self.rotary = RotaryTables(
             seq_length=config.seq_length,
             head_size=config.hidden_size // config.num_heads,
             theta=config.rope_theta,
         )
         self.final_norm = RMSNorm(config.hidden_size, eps=config.norm_eps) if is_last else None
-        self.head = Linear(config.hidden_size, config.vocab_size) if is_last else None
+        self.head = Linear(config.hidden_size, splits.tensor.share(config.vocab_size)) if is_last else None
         if tied:
             self.head.weight = self.embedding.weight
         self._is_first, self._is_last = is_first, is_last
 
-    def forward(self, x_BSD: Tensor | None, microbatch: Microbatch) -> Tensor:
+    def forward(self, x_BSD: Tensor | None, microbatch: Microbatch | None) -> Tensor:
         """Run the stage.
 
         Args:
-            x_BSD: [B, S, D] from the stage before; None on the first.
-            microbatch: its tokens feed the first stage, its labels and mask the last.
+            x_BSD: [B, S, D] from the stage before, or S / size under sequence parallelism; None on the first.
+            microbatch: its tokens feed the first stage, its labels and mask the last, its mask any mixture of experts.
 
         Returns:
-            [B, S, D], or on the last stage the scalar sum of losses.
+            As x_BSD, or on the last stage the scalar sum of losses.
         """
         if self._is_first:
             x_BSD = self.embedding(microbatch.tokens_BS)
+        mask_BS = None if microbatch is None else microbatch.mask_BS
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, self.rotary)
+            x_BSD = layer(x_BSD, self.rotary, mask_BS)
         if not self._is_last:
             return x_BSD
-        logits_BSV = self.head(self.final_norm(x_BSD))
-        return cross_entropy_sum(logits_BSV, microbatch.labels_BS, microbatch.mask_BS)
+        logits_BSV = self.head(self._tensor.enter(self.final_norm(x_BSD)))
+        return cross_entropy_sum(
+            logits_BSV, microbatch.labels_BS, microbatch.mask_BS, vocab_size=self._vocab_size, tensor=self._tensor
+        )
+
+
+def stage_shapes(config: ModelConfig, layers: range) -> dict[str, Shape]:
+    """Shapes of one stage's whole parameters by name; no memory is taken."""
+    with torch.device("meta"):
+        stage = DecoderStage(config, layers)
+    return {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}

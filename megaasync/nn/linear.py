@@ -4,7 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megaasync.config.layout import local_range
 from megaasync.kernels.weight_gradients import WeightGradientQueue, linear
+from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 
 
 class Linear(nn.Module):
@@ -26,12 +28,19 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows by token id; weight [V, D]."""
+    """Rows by token id; weight [V, D], of which tensor-parallel ranks have a run of rows each."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, tensor: TensorParallel = NO_TENSOR_PARALLEL) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self._tensor = tensor
+        self._rows = local_range(vocab_size, index=tensor.group.index, count=tensor.size)
+        self.weight = nn.Parameter(torch.empty(len(self._rows), hidden_size))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """[B, S] int64 to [B, S, D]."""
-        return F.embedding(tokens_BS, self.weight)
+        """[B, S] int64 to [B, S, D], or S / size under sequence parallelism."""
+        if self._tensor.size == 1:
+            return F.embedding(tokens_BS, self.weight)
+        rows_BS = tokens_BS - self._rows.start
+        elsewhere_BS = (rows_BS < 0) | (rows_BS >= len(self._rows))
+        x_BSD = F.embedding(rows_BS.masked_fill(elsewhere_BS, 0), self.weight)
+        return self._tensor.leave(x_BSD.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0))

@@ -4,17 +4,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megaasync.nn.linear import Linear
+from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)); tensor-parallel ranks have a part of the inner width each."""
 
-    def __init__(self, *, hidden_size: int, ffn_hidden_size: int) -> None:
+    def __init__(self, *, hidden_size: int, ffn_hidden_size: int, tensor: TensorParallel = NO_TENSOR_PARALLEL) -> None:
         super().__init__()
-        self.gate = Linear(hidden_size, ffn_hidden_size)
-        self.up = Linear(hidden_size, ffn_hidden_size)
-        self.down = Linear(ffn_hidden_size, hidden_size)
+        self._tensor = tensor
+        width = tensor.share(ffn_hidden_size)
+        self.gate = Linear(hidden_size, width)
+        self.up = Linear(hidden_size, width)
+        self.down = Linear(width, hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D]."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """[B, S, D] to [B, S, D], or S / size under sequence parallelism."""
+        x_BSD = self._tensor.enter(x_BSD)
+        return self._tensor.leave(self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD)))

@@ -1,38 +1,16 @@
-"""A dropless mixture of experts: softmax router in at least float32, top-k, SwiGLU experts, optional shared experts."""
-
-from dataclasses import dataclass
+"""A mixture of SwiGLU experts (arXiv 2401.06066): router, dispatcher, routed experts, optional shared experts."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megaasync.config.schema import MoeConfig
+from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.kernels.weight_gradients import WeightGradientQueue, expert_linear
 from megaasync.nn.mlp import SwiGLU
-from megaasync.nn.precision import at_least_float32
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Where each token goes: weights_TK in at least float32 (they sum to one per token), experts_TK int64."""
-
-    weights_TK: Tensor
-    experts_TK: Tensor
-
-
-class Router(nn.Module):
-    """Scores tokens against experts; weight [E, D]."""
-
-    def __init__(self, *, hidden_size: int, num_experts: int, top_k: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self._top_k = top_k
-
-    def forward(self, x_TD: Tensor) -> Routing:
-        """[T, D] to the top_k experts of each token, their weights renormalised."""
-        exact = at_least_float32(x_TD.dtype)
-        probabilities_TE = F.linear(x_TD.to(exact), self.weight.to(exact)).softmax(dim=-1)
-        weights_TK, experts_TK = probabilities_TE.topk(self._top_k, dim=-1)
-        return Routing(weights_TK / weights_TK.sum(dim=-1, keepdim=True), experts_TK)
+from megaasync.nn.router import Router
+from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from megaasync.nn.token_dispatcher import TokenDispatcher
 
 
 class Experts(nn.Module):
@@ -58,54 +36,71 @@ class Experts(nn.Module):
         return expert_linear(F.silu(gate_RF) * up_RF, self.down, counts_E, queue)
 
 
-class _Permute(torch.autograd.Function):
-    """Rows in another order. The backward is a gather by the inverse permutation.
-
-    Plain indexing would add rows into place, in an order that a GPU does not fix; so runs repeat bit for bit.
-    """
+class _WithLoss(torch.autograd.Function):
+    """Hands on an activation; a loss beside it gets a gradient of one, as the cross entropy's sum does."""
 
     @staticmethod
-    def forward(ctx, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:  # noqa: ANN001 - torch's signature
-        ctx.save_for_backward(inverse_R)
-        return x_RD[order_R]
+    def forward(ctx, y: Tensor, loss: Tensor) -> Tensor:  # noqa: ANN001 - torch's signature
+        ctx.save_for_backward(loss)
+        return y.view_as(y)
 
     @staticmethod
-    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN001 - torch's signature
-        (inverse_R,) = ctx.saved_tensors
-        return grad_RD[inverse_R], None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN001 - torch's signature
+        (loss,) = ctx.saved_tensors
+        return grad, torch.ones_like(loss)
 
 
 class MoE(nn.Module):
-    """Router, routed experts and shared experts; no token is dropped."""
+    """Router, routed experts, spread over the ranks of a group, and shared experts.
+
+    Tensor-parallel ranks route a part of the sequence each, through whole experts; shared experts are split.
+    """
 
     def __init__(
-        self, *, hidden_size: int, num_experts: int, top_k: int, ffn_hidden_size: int, num_shared_experts: int
+        self,
+        config: MoeConfig,
+        *,
+        hidden_size: int,
+        tensor: TensorParallel = NO_TENSOR_PARALLEL,
+        expert: RankGroup = ALONE,
     ) -> None:
         super().__init__()
-        self._num_experts = num_experts
-        self.router = Router(hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
-        self.experts = Experts(num_experts=num_experts, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        self._tensor = tensor
+        self.router = Router(config, hidden_size=hidden_size, tensor=tensor)
+        self.experts = Experts(
+            num_experts=config.num_experts // expert.size,
+            hidden_size=hidden_size,
+            ffn_hidden_size=config.ffn_hidden_size,
+        )
         self.shared = (
-            SwiGLU(hidden_size=hidden_size, ffn_hidden_size=num_shared_experts * ffn_hidden_size)
-            if num_shared_experts
+            SwiGLU(
+                hidden_size=hidden_size,
+                ffn_hidden_size=config.num_shared_experts * config.ffn_hidden_size,
+                tensor=tensor,
+            )
+            if config.num_shared_experts
             else None
         )
+        self._dispatcher = TokenDispatcher(
+            num_experts=config.num_experts, capacity_factor=config.capacity_factor, group=expert
+        )
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """[B, S, D] to [B, S, D]."""
-        x_TD = x_BSD.flatten(0, 1)
-        routing = self.router(x_TD)
-        top_k = routing.experts_TK.shape[1]
-        experts_R = routing.experts_TK.flatten()
-        order_R = experts_R.argsort(stable=True)
-        back_R = torch.empty_like(order_R)
-        back_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        # not bincount, which would wait for a GPU to learn the largest value
-        counts_E = experts_R.new_zeros(self._num_experts).index_add_(0, experts_R, torch.ones_like(experts_R))
-        copies_RD = x_TD.repeat_interleave(top_k, dim=0)
-        routed_RD = self.experts(_Permute.apply(copies_RD, order_R, back_R), counts_E)
-        chosen_TKD = _Permute.apply(routed_RD, back_R, order_R).view(len(x_TD), top_k, -1)
-        y_TD = (chosen_TKD * routing.weights_TK.to(x_TD.dtype).unsqueeze(-1)).sum(dim=1)
-        if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
-        return y_TD.view_as(x_BSD)
+    def forward(self, x_BSD: Tensor, mask_BS: Tensor) -> Tensor:
+        """Mix.
+
+        Args:
+            x_BSD: [B, S, D], or S / size under sequence parallelism.
+            mask_BS: [B, S] bool of the whole sequence: which tokens count for loads and balance losses.
+
+        Returns:
+            As x_BSD.
+        """
+        mine_BSD = self._tensor.enter_tokens(x_BSD)
+        routing = self.router(mine_BSD, mask_BS)
+        dispatched = self._dispatcher.dispatch(mine_BSD.flatten(0, 1), routing.experts_TK)
+        routed_RD = self.experts(dispatched.rows_RD, dispatched.counts_E)
+        y_TD = self._dispatcher.combine(routed_RD, dispatched, routing.weights_TK)
+        if routing.losses_3 is not None:
+            y_TD = _WithLoss.apply(y_TD, routing.losses_3)
+        y_BSD = self._tensor.leave_tokens(y_TD.view_as(mine_BSD))
+        return y_BSD if self.shared is None else y_BSD + self.shared(x_BSD)

@@ -7,7 +7,7 @@ import bisect
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -49,11 +49,16 @@ class Timeline:
 
     Attributes:
         spans: seconds from the first action.
-        num_ranks: ranks of the pipeline.
+        num_ranks: ranks in all.
     """
 
     spans: list[Span]
     num_ranks: int
+
+    def of_ranks(self, ranks: Sequence[int]) -> "Timeline":
+        """The part of some ranks, numbered from 0 in their order."""
+        row = {rank: index for index, rank in enumerate(ranks)}
+        return Timeline([replace(s, rank=row[s.rank]) for s in self.spans if s.rank in row], len(ranks))
 
     def bubble(self, *, num_steps: int) -> float | None:
         """Idle share from the first F of step 2 to the last action of step N-1 (1-based), over all ranks.

@@ -1,82 +1,299 @@
-"""Where each parameter lies in one flat buffer, so that a step is a few kernels and not a Python loop over tensors.
+"""Where each parameter lies in one flat buffer, and which part of it each rank steps.
 
-Parameters that share rule and decay lie together; matrices of equal shape lie together as a stack that one batched
-Newton-Schulz takes. Gradients, master weights, updates and compute weights all use the same layout.
+Parameters whose gradients are summed over the same ranks share a bucket. A bucket is as many equal shares as there are
+such ranks: its gradient is reduce-scattered, each rank steps its share (ZeRO-1, arXiv 1910.02054), and the new weights
+are gathered. Elementwise rules take any cut; a matrix lies whole in one share, so that Muon sees it whole, and the
+shares are filled so that every rank has about the same Newton-Schulz work.
+
+Within a share, parameters of one rule and decay lie together, and matrices of equal shape as a stack that one batched
+Newton-Schulz takes: a step is a few kernels and not a Python loop over tensors.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megaasync.optim.routing import Route, Shape
+from megaasync.config.layout import Layout
+from megaasync.distributed.sharding import Shape, Sharding
+from megaasync.optim.routing import Route
 from megaasync.optim.update_rule import UpdateRule
 
-ALIGNMENT = 64  # elements; keeps every group's start on a boundary that matmul kernels accept
+ALIGNMENT = 64  # elements; keeps every run's start on a boundary that matmul kernels accept
 _SCRATCH = 1 << 25  # elements that one part of a step takes; its scratch is up to five times that
+_WHOLE = Sharding(None, 0, ())
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A run of the flat buffer that one rule takes at once.
+class Homes:
+    """Matrices that are split over tensor-parallel ranks, and to which of them each goes to be whole for its update.
 
     Attributes:
-        start, end: elements.
+        dim: of the matrix, 0 or 1, that is split.
+        counts: matrices that go to each rank, in the order in which they lie.
+        index: of this rank.
+    """
+
+    dim: int
+    counts: tuple[int, ...]
+    index: int
+
+    def whole_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Shape of the whole matrices."""
+        rows, cols = shape
+        return (rows * len(self.counts), cols) if self.dim == 0 else (rows, cols * len(self.counts))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of this rank's share of a bucket that one rule takes at once.
+
+    Attributes:
+        start, end: elements in the flat buffer.
+        owned_start: where it begins in buffers that hold this rank's shares only.
         matrix_shape: (rows, cols) of the stacked matrices, or None for a flat run of elements.
+        homes: if the matrices are parts of matrices split over tensor-parallel ranks.
     """
 
     rule: UpdateRule
     weight_decay: float
     start: int
     end: int
+    owned_start: int
     matrix_shape: tuple[int, int] | None
+    homes: Homes | None
 
-    def view(self, flat: Tensor) -> Tensor:
-        """[n, rows, cols] or [n], as the rule wants it."""
-        run = flat[self.start : self.end]
+    def _shaped(self, run: Tensor) -> Tensor:
         return run if self.matrix_shape is None else run.view(-1, *self.matrix_shape)
 
-    def parts(self) -> Iterator[slice]:
-        """Slices of the view's first dimension that a step takes one at a time, so that its scratch stays bounded."""
-        row = 1 if self.matrix_shape is None else math.prod(self.matrix_shape)
-        length, rows = (self.end - self.start) // row, max(_SCRATCH // row, 1)
-        return (slice(at, min(at + rows, length)) for at in range(0, length, rows))
+    def view(self, flat: Tensor) -> Tensor:
+        """[n, rows, cols] or [n], as the rule wants it, of a buffer of all local parameters."""
+        return self._shaped(flat[self.start : self.end])
+
+    def view_owned(self, owned: Tensor) -> Tensor:
+        """The same of a buffer of this rank's shares."""
+        return self._shaped(owned[self.owned_start : self.owned_start + self.end - self.start])
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of what this rank's rule steps: of a split matrix, the whole ones that are at home here."""
+        if self.homes is not None:
+            return (self.homes.counts[self.homes.index], *self.homes.whole_shape(self.matrix_shape))
+        length = self.end - self.start
+        return (length,) if self.matrix_shape is None else (length // math.prod(self.matrix_shape), *self.matrix_shape)
+
+
+def parts_of(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Slices of the first dimension that a step takes one at a time, so that its scratch stays bounded."""
+    rows = max(_SCRATCH // max(math.prod(shape[1:]), 1), 1)
+    return (slice(at, min(at + rows, shape[0])) for at in range(0, shape[0], rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A run of the flat buffer that is shared out among the ranks along some axes.
+
+    Attributes:
+        axes: along which gradients are summed.
+        whole: its place in the flat buffer.
+        owned: this rank's share there.
+        owned_start: where the share begins in buffers that hold this rank's shares only.
+        copies: ranks that hold the same summed gradient without sharing it out among them.
+    """
+
+    axes: tuple[str, ...]
+    whole: slice
+    owned: slice
+    owned_start: int
+    copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A parameter of a matrix rule: a matrix or a stack of them."""
+
+    name: str
+    size: int
+    shape: tuple[int, int]
+    dim: int | None  # split over tensor-parallel ranks
+    cost: int  # of its Newton-Schulz, in multiples of p^2 q of the whole matrices
+
+
+def _deal(costs: Sequence[int], num_owners: int) -> list[int]:
+    """An owner for each cost: the largest first, each to the owner with the least so far."""
+    loads, owners = [0] * num_owners, [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
+        owners[item] = min(range(num_owners), key=lambda owner: (loads[owner], owner))
+        loads[owners[item]] += costs[item]
+    return owners
 
 
 class FlatLayout:
-    """The layout of one stage's parameters.
+    """The layout of one stage's parameters on one rank.
 
     Attributes:
         names: parameters in the order they were given.
-        size: elements of the buffer, padding included.
-        groups: runs of equal rule, decay and matrix shape.
+        size: elements of a buffer of all local parameters, padding included.
+        owned_size: elements of a buffer of this rank's shares.
+        buckets: what is reduced and gathered together.
+        runs: this rank's shares, cut by rule, decay and matrix shape.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape], routes: Mapping[str, Route]) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        routes: Mapping[str, Route],
+        *,
+        shardings: Mapping[str, Sharding] | None = None,
+        mesh: Layout | None = None,
+        rank: int = 0,
+        alone: Collection[str] = (),
+    ) -> None:
+        """A layout.
+
+        Args:
+            shapes: of the parameters, as this rank holds them.
+            routes: their rules.
+            shardings: how they lie over the ranks; None for a single rank.
+            mesh: sizes of the axes; None for a single rank.
+            rank: this one.
+            alone: parameters that get a bucket of their own.
+        """
         self.names = tuple(shapes)
-        self._shapes = dict(shapes)
-        members: dict[tuple, list[str]] = {}
-        for name, shape in shapes.items():
-            route = routes[name]
-            matrix_shape = (shape[-2], shape[-1]) if route.is_matrix_rule else None
-            members.setdefault((route.rule, route.weight_decay, matrix_shape), []).append(name)
+        self._shapes, self._routes = dict(shapes), routes
+        self._mesh, self._rank = mesh or Layout(), rank
+        self._shardings = shardings or dict.fromkeys(shapes, _WHOLE)
         self._starts: dict[str, int] = {}
-        groups, at = [], 0
-        for (rule, weight_decay, matrix_shape), names in members.items():
+        self.size = self.owned_size = 0
+        buckets: list[Bucket] = []
+        runs: list[Run] = []
+        members: dict[tuple, list[str]] = {}
+        for name in self.names:
+            sharding, route = self._shardings[name], routes[name]
+            own = name if name in alone else None
+            members.setdefault((sharding.reduced_over, sharding.copies_over, route.is_matrix_rule, own), []).append(
+                name
+            )
+        self._bucket_of_alone: dict[str, Bucket] = {}
+        for (axes, copies_over, is_matrix, own), names in members.items():
+            place = self._place_matrices if is_matrix else self._place_elements
+            share, found = place(names, self._mesh.size(axes), self._mesh.index(rank, axes))
+            begin = self.size + share * self._mesh.index(rank, axes)
+            end = self.size + share * self._mesh.size(axes)
+            bucket = Bucket(
+                axes,
+                slice(self.size, end),
+                slice(begin, begin + share),
+                self.owned_size,
+                self._mesh.size(copies_over),
+            )
+            buckets.append(bucket)
+            if own is not None:
+                self._bucket_of_alone[own] = bucket
+            runs += found
+            self.size, self.owned_size = end, self.owned_size + share
+        self.buckets, self.runs = tuple(buckets), tuple(runs)
+
+    def _run(self, key: tuple, start: int, end: int, *, share_start: int) -> Run:
+        rule, weight_decay, matrix_shape, homes = key
+        return Run(rule, weight_decay, start, end, self.owned_size + start - share_start, matrix_shape, homes)
+
+    def _place_elements(self, names: list[str], num_shares: int, index: int) -> tuple[int, list[Run]]:
+        """Put parameters of elementwise rules one after another; shares are cut anywhere."""
+        groups: dict[tuple, list[str]] = {}
+        for name in names:
+            route = self._routes[name]
+            groups.setdefault((route.rule, route.weight_decay, None, None), []).append(name)
+        at, ends = self.size, []
+        for key, group in groups.items():
             start = at
-            for name in names:
+            for name in group:
                 self._starts[name] = at
-                at += math.prod(shapes[name])
-            groups.append(Group(rule, weight_decay, start, at, matrix_shape))
-            at = -(-at // ALIGNMENT) * ALIGNMENT
-        self.groups, self.size = tuple(groups), at
+                at += math.prod(self._shapes[name])
+            ends.append((key, start, at))
+            at = _aligned(at)
+        share = _aligned(-(-(at - self.size) // num_shares))
+        first = self.size + index * share
+        runs = [
+            self._run(key, max(start, first), min(end, first + share), share_start=first)
+            for key, start, end in ends
+            if max(start, first) < min(end, first + share)
+        ]
+        return share, runs
+
+    def _matrix(self, name: str) -> _Matrix:
+        shape = self._shapes[name]
+        rows, cols = shape[-2:]
+        sharding = self._shardings[name]
+        is_split = sharding.axis == "tensor" and self._mesh.tensor > 1
+        whole = [rows, cols]
+        if is_split:
+            whole[sharding.dim] *= self._mesh.tensor
+        cost = math.prod(shape[:-2]) * max(whole) * min(whole) ** 2
+        return _Matrix(name, math.prod(shape), (rows, cols), sharding.dim if is_split else None, cost)
+
+    def _place_matrices(self, names: list[str], num_shares: int, index: int) -> tuple[int, list[Run]]:
+        """Deal matrices and stacks of them to shares by their cost, and those split over tensor ranks to homes."""
+        matrices = [self._matrix(name) for name in names]
+        owners = _deal([matrix.cost for matrix in matrices], num_shares)
+        used: list[int] = []
+        plans: list[list[tuple[tuple, int, int]]] = []  # per share: key, start and end within it
+        offsets: dict[str, tuple[int, int]] = {}
+        for owner in range(num_shares):
+            mine = [matrix for matrix, o in zip(matrices, owners, strict=True) if o == owner]
+            homes = _deal([m.cost if m.dim is not None else 0 for m in mine], self._mesh.tensor)
+            groups: dict[tuple, list[tuple[int, _Matrix]]] = {}
+            for matrix, home in zip(mine, homes, strict=True):
+                route = self._routes[matrix.name]
+                key = (route.rule, route.weight_decay, matrix.shape, matrix.dim)
+                groups.setdefault(key, []).append((home, matrix))
+            at, plan = 0, []
+            for (rule, decay, shape, dim), group in groups.items():
+                start = at
+                for _, matrix in sorted(group, key=lambda pair: pair[0]):
+                    offsets[matrix.name] = owner, at
+                    at += matrix.size
+                counts = tuple(sum(home == one for home, _ in group) for one in range(self._mesh.tensor))
+                here = self._mesh.coordinate(self._rank, "tensor")
+                plan.append(((rule, decay, shape, None if dim is None else Homes(dim, counts, here)), start, at))
+                at = _aligned(at)
+            used.append(at)
+            plans.append(plan)
+        share = max(used)
+        for name, (owner, offset) in offsets.items():
+            self._starts[name] = self.size + owner * share + offset
+        first = self.size + index * share
+        runs = [self._run(key, first + start, first + end, share_start=first) for key, start, end in plans[index]]
+        return share, runs
 
     def place_of(self, name: str) -> slice:
         """Where a parameter lies in the flat buffer."""
         start = self._starts[name]
         return slice(start, start + math.prod(self._shapes[name]))
 
+    def bucket_of(self, name: str) -> Bucket:
+        """The bucket of a parameter that has one of its own."""
+        return self._bucket_of_alone[name]
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of a flat buffer, shaped, in the order of `names`."""
         return [flat[self.place_of(name)].view(shape) for name, shape in self._shapes.items()]
+
+    def copy_owned(self, owned: Tensor, flat: Tensor) -> None:
+        """Fill a buffer of this rank's shares from one of all local parameters."""
+        for bucket in self.buckets:
+            self._owned_view(owned, bucket).copy_(flat[bucket.owned])
+
+    def spread_owned(self, owned: Tensor, flat: Tensor) -> None:
+        """Put this rank's shares into their places in a buffer of all local parameters."""
+        for bucket in self.buckets:
+            flat[bucket.owned].copy_(self._owned_view(owned, bucket))
+
+    @staticmethod
+    def _owned_view(owned: Tensor, bucket: Bucket) -> Tensor:
+        return owned[bucket.owned_start : bucket.owned_start + bucket.owned.stop - bucket.owned.start]

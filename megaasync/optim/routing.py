@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megaasync.config.schema import AdamWConfig, MuonConfig, SgdConfig
+from megaasync.distributed.sharding import Shape
 from megaasync.optim.update_rule import AdamW, Muon, Sgd, UpdateRule
-
-Shape = tuple[int, ...]
 
 
 class Role(Enum):

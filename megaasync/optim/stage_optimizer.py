@@ -10,15 +10,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.distributed.rank_group import ALONE, RankGroup
+from megaasync.optim.flat_layout import FlatLayout, Run, parts_of
+from megaasync.optim.homes import bring_home, send_back
+from megaasync.optim.update_rule import State
 
 
 class StageOptimizer:
-    """Master weights z and rule states of one stage, all in one flat layout.
+    """Master weights z and rule states of one rank's shares of a stage.
 
     Attributes:
         layout: where each parameter lies.
-        master: [layout.size] z, in at least float32.
+        master: [layout.owned_size] z, in at least float32.
         num_updates: gradients absorbed.
     """
 
@@ -29,35 +32,72 @@ class StageOptimizer:
         *,
         dtype: torch.dtype,
         learning_rate: Callable[[int], float],
+        tensor: RankGroup = ALONE,
     ) -> None:
-        self.layout = layout
-        self.master = torch.zeros(layout.size, dtype=dtype, device=initial[0].device)
-        for view, parameter in zip(layout.views(self.master), initial, strict=True):
+        """An optimizer.
+
+        Args:
+            layout: of the stage's parameters.
+            initial: the parameters, as this rank holds them.
+            dtype: of master weights and states.
+            learning_rate: by the update's number.
+            tensor: ranks over which matrices are split, for the exchange of their parts.
+        """
+        self.layout, self._tensor = layout, tensor
+        device = initial[0].device
+        flat = torch.zeros(layout.size, dtype=dtype, device=device)
+        for view, parameter in zip(layout.views(flat), initial, strict=True):
             view.copy_(parameter)
-        self._states = [group.rule.init(group.view(self.master)) for group in layout.groups]
+        self.master = torch.zeros(layout.owned_size, dtype=dtype, device=device)
+        layout.copy_owned(self.master, flat)
+        del flat
+        self._states = [run.rule.init(self.master.new_empty(run.state_shape)) for run in layout.runs]
         self._learning_rate = learning_rate
         self.num_updates = 0
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all rule states on this rank."""
+        return sum(tensor.nbytes for state in self._states for tensor in state.values())
+
     @torch.no_grad()
     def step(self, gradient: Tensor, *, scale: Tensor | float, publish: Tensor, ahead: int) -> None:
-        """Absorb one gradient and write the next version of the compute weights.
+        """Absorb one gradient and write this rank's shares of the next version of the compute weights.
 
         Args:
-            gradient: [layout.size] sum over the batch; scaled in place.
+            gradient: [layout.size] sum over the batch, valid in this rank's shares; scaled in place there.
             scale: makes it the clipped mean.
-            publish: [layout.size] in the compute dtype; receives x.
+            publish: [layout.size] in the compute dtype; receives x in this rank's shares.
             ahead: updates that x looks ahead of z: 0 without a correction, the delay under error feedback.
         """
         lr = self._learning_rate(self.num_updates)
         self.num_updates += 1
-        gradient.mul_(scale)
-        for group, whole_state in zip(self.layout.groups, self._states, strict=True):
-            for part in group.parts():
-                z = group.view(self.master)[part]
-                state = {name: tensor[part] for name, tensor in whole_state.items()}
-                update = group.rule.direction(group.view(gradient)[part], state, count=self.num_updates)
-                if group.weight_decay:
-                    update.add_(z, alpha=group.weight_decay)
-                update.mul_(lr)
-                z.sub_(update)
-                group.view(publish)[part].copy_(torch.sub(z, update, alpha=ahead, out=update) if ahead else z)
+        for run, state in zip(self.layout.runs, self._states, strict=True):
+            grad = run.view(gradient).mul_(scale)
+            z, x = run.view_owned(self.master), run.view(publish)
+            if run.homes is not None:
+                self._move(run, z, x, self._direction_at_home(run, grad, state), lr=lr, ahead=ahead)
+                continue
+            for part in parts_of(grad.shape):
+                direction = self._direction(run, grad[part], state, part)
+                self._move(run, z[part], x[part], direction, lr=lr, ahead=ahead)
+
+    def _direction(self, run: Run, grad: Tensor, state: State, part: slice) -> Tensor:
+        its_state = {name: tensor[part] for name, tensor in state.items()}
+        return run.rule.direction(grad, its_state, count=self.num_updates)
+
+    def _direction_at_home(self, run: Run, grad: Tensor, state: State) -> Tensor:
+        """Directions of parts of matrices, each computed for the whole matrix on one rank."""
+        whole = bring_home(grad, run.homes, self._tensor)
+        for part in parts_of(whole.shape):
+            whole[part] = self._direction(run, whole[part], state, part)
+        return send_back(whole, run.homes, self._tensor)
+
+    @staticmethod
+    def _move(run: Run, z: Tensor, x: Tensor, update: Tensor, *, lr: float, ahead: int) -> None:
+        """Make a direction the update, subtract it from z, and write x."""
+        if run.weight_decay:
+            update.add_(z, alpha=run.weight_decay)
+        update.mul_(lr)
+        z.sub_(update)
+        x.copy_(torch.sub(z, update, alpha=ahead, out=update) if ahead else z)

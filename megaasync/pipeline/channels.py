@@ -52,6 +52,9 @@ class Channels:
 
     Directions are "forward" (activations) and "backward" (their gradients). Stages that talk to one peer share a
     channel; the schedule's order is what tells their messages apart (rule `fifo`).
+
+    Attributes:
+        peers: rank in the default group of each rank on the pipeline axis.
     """
 
     def __init__(
@@ -60,17 +63,19 @@ class Channels:
         *,
         rank: int,
         transport: Transport,
+        peers: tuple[int, ...],
         groups: dict[str, dist.ProcessGroup | None],
     ) -> None:
         """Open the channels of one rank.
 
         Args:
             rank_of_stage: of all stages of the model.
-            rank: this one.
+            rank: this one, on the pipeline axis.
             transport: how messages travel.
+            peers: rank in the default group of each rank on the pipeline axis.
             groups: a process group per name of `group_names`, or None for a single rank.
         """
-        self._transport, self._groups, self._rank = transport, groups, rank
+        self._transport, self._groups, self._rank, self.peers = transport, groups, rank, peers
         self._receivers: dict[tuple[str, int], Receiver] = {}  # by direction and peer
         self._senders: dict[tuple[str, int], Sender] = {}
         self._taking: Counter[tuple[str, int]] = Counter()  # stages that share the channel
@@ -96,7 +101,7 @@ class Channels:
         key, transport = (direction, peer), self._transport
         if key not in self._senders:
             self._senders[key] = Sender(
-                peer,
+                self.peers[peer],
                 transport.spec,
                 self._groups[group_name(direction, sender=self._rank, receiver=peer)],
                 max_outstanding=transport.max_outstanding,
@@ -109,7 +114,7 @@ class Channels:
         key, transport = (direction, peer), self._transport
         if key not in self._receivers:
             self._receivers[key] = Receiver(
-                peer,
+                self.peers[peer],
                 transport.spec,
                 self._groups[group_name(direction, sender=peer, receiver=self._rank)],
                 posted_ahead=transport.posted_ahead,
@@ -132,9 +137,9 @@ class Channels:
         probe = self._transport.spec.empty().zero_()
         for group, sender, receiver in self._links:
             if sender == self._rank:
-                dist.send(probe, receiver, group=self._groups[group])
+                dist.send(probe, self.peers[receiver], group=self._groups[group])
             elif receiver == self._rank:
-                dist.recv(probe, sender, group=self._groups[group])
+                dist.recv(probe, self.peers[sender], group=self._groups[group])
 
     def take(self, direction: str, stage: int) -> Tensor:
         """The next message for a stage."""

@@ -4,24 +4,23 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from time import perf_counter
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from megaasync.data.microbatches import Microbatch, MicrobatchSource
 from megaasync.distributed import TransportError
-from megaasync.distributed.p2p import wait
+from megaasync.distributed.rank_group import RankGroup
 from megaasync.observe.trace import Recorder
 from megaasync.pipeline import TrainingError
 from megaasync.pipeline.channels import Channels
 from megaasync.pipeline.stage import PipelineStage
 from megaasync.pipeline.updates import StepResult, Updates
-from megaasync.schedules import Action, Op, Phase, PipelineSchedule, unroll
+from megaasync.schedules import COMPUTE_OPS, Action, Op, Phase, PipelineSchedule, unroll
 
 _NORM = "the global gradient norm"
+_LAYERS = "the ranks that share its layers (parallel.tensor, parallel.expert)"
 _WAITED_FOR = {
     Op.F: "the input of its forward",
     Op.B: "the gradient for its backward",
@@ -53,9 +52,10 @@ class Executor:
         channels: Channels,
         *,
         rank: int,
+        name: str,
+        counts: bool,
         device: torch.device,
-        group: dist.ProcessGroup | None,
-        timeout: timedelta,
+        group: RankGroup,
         recorder: Recorder,
     ) -> None:
         """Put the executor of one rank together.
@@ -66,12 +66,13 @@ class Executor:
             updates: of these stages.
             channels: of these stages.
             rank: on the pipeline axis.
+            name: of this rank, in messages.
+            counts: this rank's losses are counted; tensor-parallel ranks all have the same.
             device: of the stages.
-            group: of all ranks, or None for a single one.
-            timeout: longest wait for other ranks.
+            group: all ranks.
             recorder: gets start and end of every action.
         """
-        self.stages, self._timeout = stages, timeout
+        self.stages, self._name, self._counts = stages, name, counts
         self._source, self._updates, self._channels = source, updates, channels
         self._stage = {stage.index: stage for stage in stages}
         self._rank, self._device, self._group, self._recorder = rank, device, group, recorder
@@ -145,9 +146,11 @@ class Executor:
         except TransportError as error:
             microbatch = "" if action.microbatch is None else f", microbatch {action.microbatch}"
             place = f"stage {action.stage}, step {action.step + 1}{microbatch}"
-            raise self._explained(error, f"{place}: waited for {_WAITED_FOR.get(action.op, _NORM)}") from error
+            in_layers = error.peer is None and action.op in COMPUTE_OPS
+            what = _LAYERS if in_layers else _WAITED_FOR.get(action.op, _NORM)
+            raise self._explained(error, f"{place}: waited for {what}") from error
         except Exception as error:
-            note = f"rank {self._rank} was at {action} of schedule {self._schedule.name}"
+            note = f"{self._name} was at {action} of schedule {self._schedule.name}"
             error.__notes__ = [*getattr(error, "__notes__", ()), note]  # add_note is new in Python 3.11
             raise
 
@@ -162,14 +165,15 @@ class Executor:
     def _explained(self, error: TransportError, waiting: str) -> TransportError:
         """The error with who waited for what and whom, and what to do."""
         owners = self._schedule.rank_of_stage if self._schedule else ()
-        there = ", ".join(str(stage) for stage, rank in enumerate(owners) if rank == error.peer)
+        where = self._channels.peers.index(error.peer) if error.peer in self._channels.peers else None
+        there = ", ".join(str(stage) for stage, rank in enumerate(owners) if rank == where)
         whom = "" if error.peer is None else f" from rank {error.peer} (stage {there})"
         if error.is_lost:
             remedy = "a rank has ended or its host is gone; its own last message says why"
         else:
             who = "some rank has not handed in its part: it" if error.peer is None else "it"
             remedy = f"{who} hangs or is that slow; look at its last message, or raise parallel.timeout_seconds"
-        message = f"rank {self._rank}, {waiting}{whom}, and {error}: {remedy}"
+        message = f"{self._name}, {waiting}{whom}, and {error}: {remedy}"
         return TransportError(message, peer=error.peer, is_lost=error.is_lost)
 
     def evaluate(self, source: MicrobatchSource, *, num_microbatches: int, ahead: int) -> Evaluation:
@@ -202,11 +206,14 @@ class Executor:
         for first in range(numbers.start, numbers.stop, self._evaluation_group):
             group = range(first, min(first + self._evaluation_group, numbers.stop))
             for stage, number in itertools.product(self.stages, group):  # stages in the order of the model
-                microbatch = source.get(0, number) if stage.is_first or stage.is_last else None
+                is_fed = stage.is_first or stage.is_last or stage.needs_mask
+                microbatch = source.get(0, number) if is_fed else None
                 x = None if stage.is_first else self._channels.take("forward", stage.index)
                 y = stage.evaluate(x, microbatch, version=stage.num_updates + ahead)
-                if stage.is_last:
+                if stage.is_last and self._counts:
                     total[:2] += torch.stack([y.double(), microbatch.mask_BS.sum().double()])
+                elif stage.is_last:
+                    continue
                 else:
                     self._channels.send("forward", stage.index, y)
         self._channels.flush()
@@ -215,8 +222,7 @@ class Executor:
         return total
 
     def _sum_over_ranks(self, total: Tensor) -> None:
-        if self._group is not None:
-            wait(dist.all_reduce(total, group=self._group, async_op=True), self._timeout, peer=None)
+        self._group.all_reduce(total)
 
     def has_finite_masters(self) -> bool:
         """Whether the master weights of all stages on all ranks are finite; the same answer on every rank."""
@@ -228,8 +234,8 @@ class Executor:
         return broken.item() == 0
 
     def _microbatch_for(self, stage: PipelineStage, action: Action) -> Microbatch | None:
-        """The tokens, where a stage needs them: at the ends, and to count them if it clips by its own norm."""
-        if stage.is_first or stage.is_last or self._schedule.clip == "stage":
+        """The tokens, where a stage needs them: at the ends, for experts, and to count them if it clips by its norm."""
+        if stage.is_first or stage.is_last or stage.needs_mask or self._schedule.clip == "stage":
             return self._source.get(action.step, action.microbatch)
         return None
 

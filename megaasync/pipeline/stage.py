@@ -1,14 +1,17 @@
 """One stage of the model on one rank: forward, backward (whole or split), hand in the gradient, step."""
 
-from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaasync.data.microbatches import Microbatch
+from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.kernels.weight_gradients import Deferred, WeightGradientQueue, accumulate, use_queue
-from megaasync.optim.flat_layout import ALIGNMENT, FlatLayout
+from megaasync.optim.data_parallel import DataParallel
+from megaasync.optim.expert_balance import ExpertBalance
+from megaasync.optim.flat_layout import FlatLayout
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.gradients import GradientBuffers
 from megaasync.pipeline.weight_versions import WeightVersions
@@ -16,21 +19,15 @@ from megaasync.pipeline.weight_versions import WeightVersions
 Key = tuple[int, int]  # (step, microbatch)
 
 
-def sum_of_squares(flat: Tensor) -> Tensor:
-    """Scalar float64.
-
-    One float32 sum over all elements is off by 4e-4 at 10 million; rows of 64 summed in float64 are exact enough.
-    """
-    whole = len(flat) - len(flat) % ALIGNMENT
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ALIGNMENT), dim=1)
-    return rows.double().square().sum() + flat[whole:].double().square().sum()
-
-
 class PipelineStage:
     """A module from tensor to tensor, its weight versions, gradient sums and optimizer.
 
     The module's call is `module(x, microbatch)`: x is None on the first stage, and the last stage returns the scalar
     sum of losses.
+
+    Attributes:
+        needs_mask: the module wants to know which tokens are valid, so it wants the microbatch.
+        balance: loads of its experts, if it has any.
     """
 
     def __init__(
@@ -45,7 +42,10 @@ class PipelineStage:
         num_gradient_buffers: int,
         splits_backward: bool = False,
         tied_parameter: str | None = None,
-        reduce: Callable[[Tensor], None] | None = None,
+        data_parallel: DataParallel | None = None,
+        replicas: RankGroup = ALONE,
+        counts: bool = True,
+        balance_rate: float = 0.0,
     ) -> None:
         """A stage.
 
@@ -56,8 +56,12 @@ class PipelineStage:
             index, num_stages: place in the model.
             num_versions, num_gradient_buffers: from the schedule's report.
             splits_backward: the schedule has input and weight gradients apart.
-            tied_parameter: name of the embedding, on the first and the last stage, if the two are one.
-            reduce: sums a gradient over data-parallel ranks in place, if there are several.
+            tied_parameter: name of the embedding, on the first and the last stage, if the two are one; it has a bucket
+                of its own.
+            data_parallel: sums gradients and gathers weights; None for a single rank.
+            replicas: all ranks that run this stage.
+            counts: this rank's losses and tokens are counted; tensor-parallel ranks all have the same.
+            balance_rate: step of the routers' biases.
         """
         self.index = index
         self.is_first, self.is_last = index == 0, index == num_stages - 1
@@ -66,8 +70,12 @@ class PipelineStage:
             self.versions.modules, layout, num_buffers=num_gradient_buffers, dtype=optimizer.master.dtype
         )
         self.optimizer = optimizer
-        self._tied = None if tied_parameter is None else layout.place_of(tied_parameter)
-        self._reduce = reduce
+        self._tied = None if tied_parameter is None else layout.bucket_of(tied_parameter)
+        self._data_parallel = data_parallel or DataParallel(layout)
+        self._replicas, self._counts = replicas, counts
+        routers = [[one for one in m.modules() if hasattr(one, "fractions_E")] for m in self.versions.modules]
+        self.balance = ExpertBalance(routers, bias_update_rate=balance_rate) if routers[0] else None
+        self.needs_mask = bool(routers[0])
         self._queue = WeightGradientQueue() if splits_backward else None
         if splits_backward:
             for replica in self.versions.modules:
@@ -84,23 +92,25 @@ class PipelineStage:
 
     @property
     def master(self) -> Tensor:
-        """[layout.size] z."""
+        """[layout.owned_size] z, this rank's shares."""
         return self.optimizer.master
 
     def forward(self, key: Key, x: Tensor | None, microbatch: Microbatch | None, *, version: int) -> Tensor | None:
         """Run a microbatch forward and keep what its backward needs.
 
-        The first and the last stage need the microbatch; a stage that is given it counts its tokens.
+        The first and the last stage need the microbatch, and those that `needs_mask`; a stage that is given it counts
+        its tokens.
 
         Returns:
             The activation for the next stage; None on the last one, which keeps the loss instead.
         """
         if x is not None:
             x.requires_grad_(True)
-        y = self.versions.module(version)(x, microbatch)
+        step = key[0]
+        with nullcontext() if self.balance is None else self.balance.counting(step):
+            y = self.versions.module(version)(x, microbatch)
         # the edge, not the tensor: its values are not needed again here
         self._in_flight[key] = (x, get_gradient_edge(y), version)
-        step = key[0]
         if microbatch is not None:
             self._tokens[step] = self._tokens.get(step, 0) + microbatch.mask_BS.sum()
         if not self.is_last:
@@ -139,31 +149,44 @@ class PipelineStage:
         accumulate(deferred)
 
     def reduce(self, step: int) -> None:
-        """Sum the gradient of `step` over data-parallel ranks, if there are several."""
-        if self._reduce is not None:
-            self._reduce(self.gradients.sum_of(step))
+        """Sum the gradient of `step`, and its experts' loads, over the ranks that run this stage."""
+        self._data_parallel.reduce(self.gradients.sum_of(step))
+        if self.balance is not None:
+            self._replicas.all_reduce(self.balance.sums(step))
+
+    def sum_over_replicas(self, terms: Tensor) -> None:
+        """Sum over the ranks that run this stage, in place."""
+        self._replicas.all_reduce(terms)
 
     def tied_gradient(self, step: int) -> Tensor:
-        """The embedding's part of the gradient sum of `step`, on a stage that shares it; written in place."""
-        return self.gradients.sum_of(step)[self._tied]
+        """This rank's share of the embedding's gradient sum, on a stage that shares it; written in place."""
+        return self.gradients.sum_of(step)[self._tied.owned]
 
     def take_sums(self, step: int) -> Tensor:
         """[2] float64: loss sum of `step` (0 but on the last stage) and valid tokens that this stage was given."""
         sums = self.master.new_zeros(2, dtype=torch.float64)
-        sums[0] = self._loss.pop(step, 0.0)
-        sums[1] = self._tokens.pop(step, 0)
+        loss, tokens = self._loss.pop(step, 0.0), self._tokens.pop(step, 0)
+        if self._counts:
+            sums[0], sums[1] = loss, tokens
         return sums
+
+    def routing_figures(self, step: int) -> Tensor | None:
+        """As `ExpertBalance.figures`, on one rank of those that run this stage; None elsewhere."""
+        if self.balance is None or self._replicas.index > 0:
+            return None
+        return self.balance.figures(step)
 
     def drop_gradient(self, step: int) -> None:
         """Put zeros in the place of a gradient that is not finite."""
         self.gradients.sum_of(step).zero_()
 
     def squares(self, step: int) -> Tensor:
-        """Scalar float64: squares of the gradient sum. A tied embedding counts on the first stage only."""
-        gradient = self.gradients.sum_of(step)
-        if self._tied is not None and self.is_last and not self.is_first:
-            return sum_of_squares(gradient[: self._tied.start]) + sum_of_squares(gradient[self._tied.stop :])
-        return sum_of_squares(gradient)
+        """Scalar float64: this rank's part of the squares of the reduced gradient.
+
+        A tied embedding counts on the first stage only.
+        """
+        is_second = self._tied is not None and self.is_last and not self.is_first
+        return self._data_parallel.squares(self.gradients.sum_of(step), without=self._tied if is_second else None)
 
     def step(self, step: int, *, scale: float, ahead: int) -> None:
         """Absorb the gradient of `step`: moves the master weights and writes weight version step + 1.
@@ -174,7 +197,26 @@ class PipelineStage:
             ahead: see `StageOptimizer.step`.
         """
         assert step == self.num_updates, f"stage {self.index}: update {step} after {self.num_updates} updates"
-        self.optimizer.step(self.gradients.sum_of(step), scale=scale, publish=self.versions.flat(step + 1), ahead=ahead)
+        weights = self.versions.flat(step + 1)
+        self.optimizer.step(self.gradients.sum_of(step), scale=scale, publish=weights, ahead=ahead)
+        self._data_parallel.gather(weights)
+        if self.balance is not None:
+            self.balance.absorb(step, version=step + 1)
+
+    def publish_master(self, version: int) -> None:
+        """Write z, and the newest of what else belongs to a version, to the slot of a version not in use."""
+        weights = self.versions.flat(version)
+        self.optimizer.layout.spread_owned(self.master, weights)
+        self._data_parallel.gather(weights)
+        if self.balance is not None:
+            self.balance.publish(version)
+
+    def whole_master(self) -> Tensor:
+        """[layout.size] z of all local parameters; all ranks that run this stage call it together."""
+        flat = self.master.new_zeros(self.optimizer.layout.size)
+        self.optimizer.layout.spread_owned(self.master, flat)
+        self._data_parallel.gather(flat)
+        return flat
 
     @torch.no_grad()
     def evaluate(self, x: Tensor | None, microbatch: Microbatch | None, *, version: int) -> Tensor:

@@ -15,15 +15,17 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from megaasync.distributed import TransportError
-from megaasync.distributed.p2p import wait
+from megaasync.distributed.rank_group import RankGroup
 from megaasync.observe.trace import Recorder
 from megaasync.pipeline import TrainingError
 from megaasync.pipeline.background import Background
 from megaasync.pipeline.stage import PipelineStage
 from megaasync.schedules import Action, Op, Phase
+
+# squares, loss sum, tokens, stops; then of the routers: largest loads, layers, three losses
+_NUM_TERMS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class StepResult:
         tokens: valid tokens of the batch.
         finished: time at which this rank's last backward of the batch was done, seconds of `perf_counter`.
         stop: some rank asked to stop.
+        expert_load: tokens of the busiest expert over the mean, mean over the layers with experts; None without any.
+        routing_losses: the routers' losses, per valid token, in the order of `megaasync.nn.router.LOSSES`.
     """
 
     step: int
@@ -45,6 +49,8 @@ class StepResult:
     tokens: int
     finished: float
     stop: bool
+    expert_load: float | None = None
+    routing_losses: tuple[float, ...] = ()
 
     @property
     def is_finite(self) -> bool:
@@ -62,7 +68,9 @@ class _Pending:
     # Per stage, [2] loss sum and valid tokens. They belong to the caller's stream: kept until the result is known, or
     # a GPU's allocator would hand their memory out while the background still has to read it.
     sums: dict[int, Tensor] = field(default_factory=dict)
-    squares: dict[int, Tensor] = field(default_factory=dict)  # per stage, if each clips by its own norm
+    # Per stage, if each clips by its own norm, for then a STEP may come before the sums over stages are made:
+    terms: dict[int, Tensor] = field(default_factory=dict)  # this rank's part of those sums
+    own: dict[int, Tensor] = field(default_factory=dict)  # [2] squares and valid tokens of all ranks of the stage
     under_way: dict[int, Future] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
     finished: float = 0.0
@@ -82,7 +90,8 @@ class Updates:
         *,
         num_stages: int,
         clip_grad_norm: float | None,
-        groups: dict[str, dist.ProcessGroup | None],
+        norm: RankGroup,
+        ends: RankGroup | None,
         corrects: bool,
         overlap: bool,
         device: torch.device,
@@ -95,7 +104,8 @@ class Updates:
             stages: this rank's.
             num_stages: of the model.
             clip_grad_norm: largest gradient norm, or None.
-            groups: "norm" of all ranks and "tied" of the first and the last stage's, or None where one rank is alone.
+            norm: all ranks.
+            ends: the first and the last stage's ranks of this pipeline, if they share the embedding; else None.
             corrects: publish weights that look as many updates ahead as the schedule delays them (error feedback).
             overlap: reduce and step in the background; else where the table says.
             device: of the stages.
@@ -103,8 +113,8 @@ class Updates:
             recorder: gets start and end of every reduction and step.
         """
         self._stages = {stage.index: stage for stage in stages}
-        self._ends = sorted({0, num_stages - 1} & set(self._stages)) if "tied" in groups else []
-        self._clip, self._groups = clip_grad_norm, groups
+        self._ends = [] if ends is None else sorted({0, num_stages - 1} & set(self._stages))
+        self._clip, self._norm, self._tied = clip_grad_norm, norm, ends
         self._corrects, self._overlap = corrects, overlap
         self._device, self._timeout, self._recorder = device, timeout, recorder
         self._background = Background(device)
@@ -140,7 +150,9 @@ class Updates:
         pending.sums[index] = self._stages[index].take_sums(step)
         if self._phase.schedule.clip == "stage":
             self._reduce(index, step, beside=False)
-            pending.squares[index] = self._stages[index].squares(step)
+            terms = pending.terms[index] = self._terms_of(index, step, pending)
+            pending.own[index] = torch.stack([terms[0], pending.sums[index][1]])
+            self._stages[index].sum_over_replicas(pending.own[index])
         elif self._overlap:
             pending.reductions.append(self._background.submit(lambda: self._reduce(index, step, beside=True)))
         else:
@@ -181,17 +193,34 @@ class Updates:
 
     def _couple(self, step: int, pending: _Pending, *, stop: bool) -> StepResult:
         self._tie(step)
-        terms = torch.zeros(4, dtype=torch.float64, device=self._device)
-        for index, stage in self._stages.items():
-            terms[0] += pending.squares[index] if index in pending.squares else stage.squares(step)
-            if stage.is_last:
-                terms[1:3] += pending.sums[index]
+        terms = torch.zeros(_NUM_TERMS, dtype=torch.float64, device=self._device)
+        for index in self._stages:
+            terms += pending.terms[index] if index in pending.terms else self._terms_of(index, step, pending)
         terms[3] = float(stop)
-        if (group := self._groups["norm"]) is not None:
-            wait(dist.all_reduce(terms, group=group, async_op=True), self._timeout, peer=None)
-        squares, loss_sum, tokens, stops = terms.tolist()
+        self._norm.all_reduce(terms)
+        squares, loss_sum, tokens, stops, largest, layers, *losses = terms.tolist()
         divisor = max(tokens, 1.0)
-        return StepResult(step, loss_sum / divisor, squares**0.5 / divisor, int(tokens), pending.finished, stops > 0)
+        return StepResult(
+            step,
+            loss_sum / divisor,
+            squares**0.5 / divisor,
+            int(tokens),
+            pending.finished,
+            stops > 0,
+            largest / layers if layers else None,
+            tuple(loss / divisor for loss in losses) if layers else (),
+        )
+
+    def _terms_of(self, index: int, step: int, pending: _Pending) -> Tensor:
+        """One stage's part, on this rank, of what is summed over all."""
+        stage = self._stages[index]
+        terms = torch.zeros(_NUM_TERMS, dtype=torch.float64, device=self._device)
+        terms[0] = stage.squares(step)
+        if stage.is_last:
+            terms[1:3] = pending.sums[index]
+        if (figures := stage.routing_figures(step)) is not None:
+            terms[4:] = figures
+        return terms
 
     def _tie(self, step: int) -> None:
         """Make the tied embedding's gradient the sum of the first and the last stage's, on both."""
@@ -200,8 +229,7 @@ class Updates:
             first.add_(last)
             last.copy_(first)
         elif self._ends:
-            gradient = self._stages[self._ends[0]].tied_gradient(step)
-            wait(dist.all_reduce(gradient, group=self._groups["tied"], async_op=True), self._timeout, peer=None)
+            self._tied.all_reduce(self._stages[self._ends[0]].tied_gradient(step))
 
     def _put_under_way(self, index: int, step: int, result: StepResult) -> None:
         future = Future()
@@ -288,12 +316,12 @@ class Updates:
 
     def _step_by_own_norm(self, index: int, step: int, pending: _Pending) -> None:
         """Clip by the stage's own norm. A gradient that is not finite is dropped; RESULT ends the run soon after."""
-        squares, tokens = pending.squares[index].item(), int(pending.sums[index][1].item())
+        squares, tokens = pending.own[index].tolist()
         norm = squares**0.5 / max(tokens, 1)
         if not math.isfinite(norm):
             self._stages[index].drop_gradient(step)
             norm = 0.0
-        own = StepResult(step, 0.0, norm, tokens, 0.0, False)
+        own = StepResult(step, 0.0, norm, int(tokens), 0.0, False)
         self._apply(index, step, self._scale(own), beside=False)
 
     def close(self) -> None:

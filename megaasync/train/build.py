@@ -9,18 +9,25 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
+from megaasync.config.layout import AXES
 from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import IndexedData, SyntheticData, TrainConfig
 from megaasync.data.indexed_dataset import IndexedDataset
-from megaasync.data.microbatches import TokenSequences, TrainingMicrobatches, ValidationMicrobatches
+from megaasync.data.microbatches import DataShare, TokenSequences, TrainingMicrobatches, ValidationMicrobatches
 from megaasync.data.prepare import PreparedData
 from megaasync.data.synthetic import MarkovSource
 from megaasync.distributed.environment import RankEnvironment
+from megaasync.distributed.mesh import Mesh
 from megaasync.distributed.p2p import TensorSpec
-from megaasync.models.initialize import initialize_
-from megaasync.models.transformer import TIED_PARAMETER, DecoderStage
+from megaasync.distributed.rank_group import RankGroup
+from megaasync.distributed.sharding import Shape
+from megaasync.models.initialize import Part, initialize_
+from megaasync.models.sharding import sharding_of
+from megaasync.models.transformer import TIED_PARAMETER, DecoderStage, Splits, stage_shapes
 from megaasync.nn.precision import at_least_float32
+from megaasync.nn.tensor_parallel import TensorParallel
 from megaasync.observe.trace import Recorder
+from megaasync.optim.data_parallel import DataParallel
 from megaasync.optim.flat_layout import FlatLayout
 from megaasync.optim.lr_schedule import lr_schedule
 from megaasync.optim.routing import route_parameters
@@ -73,23 +80,81 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups of one rank, one for each use: what runs in the background must not share one with what does not."""
+
+    all: RankGroup
+    norm: RankGroup
+    ends: RankGroup | None
+    tensor: RankGroup
+    expert: RankGroup
+    tensor_updates: RankGroup
+    updates: dict[tuple[str, ...], RankGroup]
+    messages: dict[str, dist.ProcessGroup | None]
+
+
+REPLICAS = ("data", "expert", "tensor")
+
+
+def make_groups(mesh: Mesh, schedule: PipelineSchedule) -> Groups:
+    """All ranks make the same kinds of groups in the same order."""
+    pipeline = {name: mesh.new_group("pipeline").handle for name in group_names(schedule.rank_of_stage)}
+    return Groups(
+        all=mesh.new_group(*AXES),
+        norm=mesh.new_group(*AXES),
+        ends=mesh.new_group_of_ends() if schedule.is_tied else None,
+        tensor=mesh.axis_group("tensor"),
+        expert=mesh.axis_group("expert"),
+        tensor_updates=mesh.new_group("tensor"),
+        updates={axes: mesh.new_group(*axes) for axes in (("data", "expert"), ("data", "tensor"), REPLICAS)},
+        messages=pipeline,
+    )
+
+
+def stage_layout(
+    config: TrainConfig, layers: range, *, rank: int, alone: tuple[str, ...] = ()
+) -> tuple[FlatLayout, dict[str, Shape], dict[str, Part]]:
+    """The flat layout of a stage on a rank, whole shapes of its parameters, and which part of each the rank has."""
+    shapes, mesh = stage_shapes(config.model, layers), config.layout
+    shardings = {name: sharding_of(name, sequence_parallel=config.parallel.sequence_parallel) for name in shapes}
+    parts = {name: shardings[name].local_ranges(shape, mesh, rank=rank) for name, shape in shapes.items()}
+    layout = FlatLayout(
+        {name: tuple(map(len, part)) for name, part in parts.items()},
+        route_parameters(shapes, config.optimizer),
+        shardings=shardings,
+        mesh=mesh,
+        rank=rank,
+        alone=alone,
+    )
+    return layout, shapes, parts
+
+
 def build_stage(
-    config: TrainConfig, schedule: PipelineSchedule, needs: StageNeeds, *, index: int, device: torch.device
+    config: TrainConfig,
+    schedule: PipelineSchedule,
+    needs: StageNeeds,
+    *,
+    index: int,
+    mesh: Mesh,
+    groups: Groups,
+    device: torch.device,
 ) -> PipelineStage:
     """One stage with its weights, versions, gradient sums and optimizer."""
     layers = layers_of_stages(config)[index]
     dtype = DTYPES[config.train.dtype]
+    tied = TIED_PARAMETER if schedule.is_tied and index in (0, schedule.num_stages - 1) else None
+    layout, shapes, parts = stage_layout(config, layers, rank=mesh.rank, alone=(tied,) if tied else ())
+    splits = Splits(TensorParallel(groups.tensor, config.parallel.sequence_parallel), groups.expert)
     with _default_dtype(dtype), device:
-        module = DecoderStage(config.model, layers)
-    initialize_(module, config.model, seed=config.train.seed)
-    parameters = dict(module.named_parameters())
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    layout = FlatLayout(shapes, route_parameters(shapes, config.optimizer))
+        module = DecoderStage(config.model, layers, splits)
+    initialize_(module, config.model, seed=config.train.seed, shapes=shapes, parts=parts)
     optimizer = StageOptimizer(
         layout,
-        [parameter.detach() for parameter in parameters.values()],
+        [parameter.detach() for parameter in module.parameters()],
         dtype=at_least_float32(dtype),
         learning_rate=lr_schedule(config.train, peak=config.optimizer.lr),
+        tensor=groups.tensor_updates,
     )
     return PipelineStage(
         module,
@@ -100,29 +165,12 @@ def build_stage(
         num_versions=needs.versions[index],
         num_gradient_buffers=needs.gradient_buffers[index],
         splits_backward=schedule.splits_backward,
-        tied_parameter=TIED_PARAMETER if schedule.is_tied and index in (0, schedule.num_stages - 1) else None,
+        tied_parameter=tied,
+        data_parallel=DataParallel(layout, groups.updates),
+        replicas=groups.updates[REPLICAS],
+        counts=mesh.coordinate("tensor") == 0,
+        balance_rate=config.model.moe.bias_update_rate if config.model.moe else 0.0,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """Process groups of one rank; None where it is alone."""
-
-    all: dist.ProcessGroup | None
-    by_use: dict[str, dist.ProcessGroup | None]
-
-
-def _make_groups(schedule: PipelineSchedule, *, several: bool, timeout: timedelta) -> _Groups:
-    """Groups for messages, one for the norm, which a thread of its own uses, and one for what all do together."""
-
-    def new(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
-        return dist.new_group(ranks, timeout=timeout) if several else None
-
-    by_use = {name: new() for name in (*group_names(schedule.rank_of_stage), "norm")}
-    if schedule.is_tied:
-        ends = sorted({schedule.rank_of_stage[0], schedule.rank_of_stage[-1]})
-        by_use["tied"] = new(ends) if len(ends) == 2 else None
-    return _Groups(new(), by_use)
 
 
 def build_trainer(
@@ -151,19 +199,24 @@ def build_trainer(
     schedule = phases[0].schedule  # all phases have the same stages on the same ranks
     needs = needs_of(phases)
     tokens = _load_tokens(config, prepared)
-    rank, several = environment.rank, environment.world_size > 1
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
-    groups = _make_groups(schedule, several=several, timeout=timeout)
-    stages = [build_stage(config, schedule, needs, index=index, device=device) for index in schedule.stages_of(rank)]
+    mesh = Mesh(config.layout, rank=environment.rank, device_type=device.type, timeout=timeout)
+    groups = make_groups(mesh, schedule)
+    rank, counts = mesh.coordinate("pipeline"), mesh.coordinate("tensor") == 0
+    stages = [
+        build_stage(config, schedule, needs, index=index, mesh=mesh, groups=groups, device=device)
+        for index in schedule.stages_of(rank)
+    ]
     is_cpu = device.type == "cpu"
     recorder = Recorder(
-        rank,
+        environment.rank,
         traced=config.logging.trace,
         synchronize=None if is_cpu else lambda: torch.cuda.current_stream(device).synchronize(),
         enabled=is_cpu or config.logging.trace,
     )
+    parts = config.parallel.tensor if config.parallel.sequence_parallel else 1
     spec = TensorSpec(
-        (config.train.micro_batch_size, config.model.seq_length, config.model.hidden_size),
+        (config.train.micro_batch_size, config.model.seq_length // parts, config.model.hidden_size),
         DTYPES[config.train.dtype],
         device,
     )
@@ -178,15 +231,23 @@ def build_trainer(
         stages,
         num_stages=schedule.num_stages,
         clip_grad_norm=config.train.clip_grad_norm,
-        groups=groups.by_use,
+        norm=groups.norm,
+        ends=groups.ends,
         corrects=config.correction.name == "error_feedback",
         overlap=config.schedule.overlap_step,
         device=device,
         timeout=timeout,
         recorder=recorder,
     )
-    channels = Channels(schedule.rank_of_stage, rank=rank, transport=transport, groups=groups.by_use)
+    channels = Channels(
+        schedule.rank_of_stage,
+        rank=rank,
+        transport=transport,
+        peers=mesh.ranks_along("pipeline"),
+        groups=groups.messages,
+    )
     channels.connect()
+    share = DataShare(config.layout.index(mesh.rank, ("data", "expert")), config.data_ranks)
     executor = Executor(
         stages,
         TrainingMicrobatches(
@@ -195,13 +256,15 @@ def build_trainer(
             num_microbatches=config.num_microbatches,
             seed=config.train.seed,
             device=device,
+            share=share,
         ),
         updates,
         channels,
         rank=rank,
+        name=f"rank {mesh.rank}",
+        counts=counts,
         device=device,
         group=groups.all,
-        timeout=timeout,
         recorder=recorder,
     )
     validation = tokens.validation and ValidationMicrobatches(
@@ -209,5 +272,6 @@ def build_trainer(
         micro_batch_size=config.train.micro_batch_size,
         limit=config.train.eval_sequences,
         device=device,
+        share=share,
     )
     return Trainer(config, phases, executor, validation, recorder=recorder, observer=observer)

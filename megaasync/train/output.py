@@ -113,6 +113,8 @@ class RunOutput:
             planned, title=f"planned: {schedule.name}, bubble {self._plan['bubble']:.1%}", unit="forwards"
         )
         middle = max(summary["steps"] // 2, 1)
+        # one pipeline of several that run alike
+        timeline = timeline.of_ranks(self._config.layout.ranks_along(0, ("pipeline",)))
         start, end = timeline.part(first_step=middle, last_step=middle + _STEPS_DRAWN - 1)
         if end > start:
             measured = summary["bubble_measured"]

@@ -11,10 +11,11 @@ import torch
 
 from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import ModelConfig, TrainConfig
+from megaasync.distributed.sharding import Shape
 from megaasync.models.partition import deal_layers
-from megaasync.models.transformer import DecoderStage
+from megaasync.models.transformer import stage_shapes
 from megaasync.nn.precision import at_least_float32
-from megaasync.optim.routing import Shape, route_parameters
+from megaasync.optim.routing import route_parameters
 from megaasync.schedules import (
     SCHEDULES,
     Costs,
@@ -82,13 +83,6 @@ def layers_of_stages(config: TrainConfig) -> tuple[range, ...]:
     """Layers of each stage, as the config deals them."""
     num_stages = phases_of(config)[0].schedule.num_stages
     return deal_layers(config.model, num_stages=num_stages, layers_per_stage=config.parallel.layers_per_stage)
-
-
-def stage_shapes(model: ModelConfig, layers: range) -> dict[str, Shape]:
-    """Parameter shapes of one stage, by name, from the meta device."""
-    with torch.device("meta"):
-        stage = DecoderStage(model, layers)
-    return {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
 
 
 def count_parameters(shapes: Mapping[str, Shape], model: ModelConfig) -> tuple[int, int]:

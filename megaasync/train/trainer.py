@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from megaasync.config.schema import TrainConfig
 from megaasync.data.microbatches import ValidationMicrobatches
+from megaasync.nn.router import LOSSES
 from megaasync.observe.trace import Recorder, Timeline, merge
 from megaasync.optim.lr_schedule import lr_multiplier
 from megaasync.pipeline import TrainingError
@@ -145,6 +146,10 @@ class Trainer:
         self._finish_times[1:] = [finished]
         self._tokens += tokens
         self._last_loss = result.loss
+        routing = {} if result.expert_load is None else {"expert_load": result.expert_load}
+        for name, loss in zip(LOSSES, result.routing_losses, strict=False):
+            if getattr(self._config.model.moe, name):
+                routing[name] = loss
         self._emit(
             {
                 "kind": "train",
@@ -155,6 +160,7 @@ class Trainer:
                 "tokens": self._tokens,
                 "tokens_per_second": tokens / max(finished - before, 1e-9),
                 "staleness": staleness,
+                **routing,
             }
         )
 
@@ -174,7 +180,7 @@ class Trainer:
         if phase.schedule.is_asynchronous:
             for stage in self.executor.stages:
                 if stage.versions.num_slots > 1:  # else it has no delay, and its only version is z
-                    stage.versions.flat(stage.num_updates + 1).copy_(stage.master)
+                    stage.publish_master(stage.num_updates + 1)
             of_z = self._loss_of(ahead=1)
         else:
             of_z = self._loss_of(ahead=0)

@@ -40,7 +40,7 @@ CONFIG_ERRORS = [
     ),
     (["model.num_heads=5"], ["model.num_heads=5", "must divide model.hidden_size=128"]),
     (["parallel.pipeline=9"], ["parallel.pipeline=9", "model.num_layers=5", "at most 5"]),
-    (["parallel.tensor=2"], ["parallel.tensor=2", "set parallel.tensor=1"]),
+    (["parallel.tensor=4"], ["parallel.tensor=4", "model.num_kv_heads", "set parallel.tensor=2"]),
     (["schedule=1f1b", "correction=error_feedback"], ["correction=error_feedback", "schedule=1f1b", "schedule=2bw"]),
     (["data=indexed"], ["data.path is empty", "set data.path"]),
     (["train.steps=[1"], ["train.steps=[1", "quote"]),

@@ -14,7 +14,7 @@ from megaasync.models.transformer import DecoderStage
 from megaasync.nn.loss import cross_entropy_sum
 from megaasync.nn.moe import MoE
 from megaasync.nn.rope import RotaryTables
-from tests.support.configs import small_config
+from tests.support.configs import moe_config, small_config
 
 DOUBLE = torch.float64
 
@@ -50,7 +50,7 @@ def test_grouped_linear_takes_an_expanded_gradient_and_no_rows():
 
 def make_moe(top_k=2, shared=0):
     torch.manual_seed(1)
-    moe = MoE(hidden_size=8, num_experts=5, top_k=top_k, ffn_hidden_size=6, num_shared_experts=shared)
+    moe = MoE(moe_config(num_experts=5, top_k=top_k, ffn_hidden_size=6, num_shared_experts=shared), hidden_size=8)
     for parameter in moe.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return moe
@@ -72,7 +72,7 @@ def test_moe_equals_a_loop_over_tokens(top_k, shared):
             y = y + moe.shared(token)
         expected.append(y)
     expected = torch.stack(expected).view_as(x)
-    actual = moe(x)
+    actual = moe(x, torch.ones(2, 7, dtype=torch.bool))
     torch.testing.assert_close(actual, expected)
     inputs = [x, *moe.parameters()]
     probe = torch.randn_like(x)
@@ -84,10 +84,11 @@ def test_moe_equals_a_loop_over_tokens(top_k, shared):
 
 def test_the_router_works_in_float32_when_the_model_is_bfloat16():
     moe = make_moe().to(torch.bfloat16)
-    routing = moe.router(torch.randn(4, 8, dtype=torch.bfloat16))
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    routing = moe.router(torch.randn(1, 4, 8, dtype=torch.bfloat16), mask)
     assert routing.weights_TK.dtype is torch.float32
     torch.testing.assert_close(routing.weights_TK.sum(-1), torch.ones(4, dtype=torch.float32))
-    assert moe(torch.randn(1, 4, 8, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert moe(torch.randn(1, 4, 8, dtype=torch.bfloat16), mask).dtype is torch.bfloat16
 
 
 def test_rope_turns_by_position_and_keeps_relative_products():

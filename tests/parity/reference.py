@@ -16,6 +16,7 @@ from megaasync.data.synthetic import MarkovSource
 from megaasync.models.initialize import initialize_
 from megaasync.models.partition import deal_layers
 from megaasync.models.transformer import DecoderStage
+from megaasync.nn.router import Routing
 
 Tensors = dict[str, torch.Tensor]
 
@@ -91,6 +92,26 @@ def phase_of(t: int, config: TrainConfig) -> tuple[int, int, bool]:
     return (start, cooldown, True) if t < cooldown else (cooldown, total, False)
 
 
+class Counts:
+    """Choices of each router in a batch, and what follows from them."""
+
+    def __init__(self, routers: dict[str, torch.nn.Module]) -> None:
+        self._names = list(routers)
+        self._counts: dict[str, torch.Tensor] = dict.fromkeys(routers, torch.zeros(()))
+        for layer, router in enumerate(routers.values()):
+            router.observer, router.layer = self, layer
+
+    def add(self, layer: int, routing: Routing) -> None:
+        self._counts[self._names[layer]] = self._counts[self._names[layer]] + routing.counts_E
+
+    def follow(
+        self, name: str, bias: torch.Tensor, fractions: torch.Tensor, config: TrainConfig
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bias and fractions after the batch."""
+        counts, rate = self._counts[name].double(), config.model.moe.bias_update_rate
+        return bias + rate * torch.sign(counts.mean() - counts), counts / counts.sum()
+
+
 def reference_run(
     config: TrainConfig,
     *,
@@ -135,6 +156,8 @@ def reference_run(
         clip_stages = stage_of_parameter(config, 2)
     x = [dict(z)]  # x[v]: what version v publishes
     states: dict[str, Tensors] = {name: {} for name in z}
+    routers = {name: module for name, module in model.named_modules() if hasattr(module, "fractions_E")}
+    buffers = [{name: (r.bias_E.clone(), r.fractions_E.clone()) for name, r in routers.items()}]  # by version
     zs = [dict(z)]
     losses, norms = [], []
     for t in range(T):
@@ -144,11 +167,21 @@ def reference_run(
         }
         if head_delay is not None:
             weights["head.weight"] = x[max(t - head_delay, 0)]["embedding.weight"].clone().requires_grad_()
+        used = {}
+        for name in routers:
+            version = max(t - delay_of[f"{name}.weight"], first) if is_delayed else t
+            used[f"{name}.bias_E"], used[f"{name}.fractions_E"] = buffers[version][name]
+        counts = Counts(routers)
+        inputs = {**weights, **used}
         loss = sum(
-            functional_call(model, weights, (None, data.get(t, i)), tie_weights=head_delay is None) for i in range(m)
+            functional_call(model, inputs, (None, data.get(t, i)), tie_weights=head_delay is None) for i in range(m)
         )
-        loss = loss / (m * config.train.micro_batch_size * config.model.seq_length)
-        g = dict(zip(weights, torch.autograd.grad(loss, weights.values()), strict=True))
+        num_tokens = m * config.train.micro_batch_size * config.model.seq_length
+        # of the sum: the routers' losses are sums over tokens beside it
+        gradients = torch.autograd.grad(loss, weights.values())
+        g = {name: gradient / num_tokens for name, gradient in zip(weights, gradients, strict=True)}
+        loss = loss / num_tokens
+        buffers.append({name: counts.follow(name, *buffers[-1][name], config) for name in routers})
         if head_delay is not None:
             g["embedding.weight"] = g["embedding.weight"] + g.pop("head.weight")
         losses.append(loss.item())

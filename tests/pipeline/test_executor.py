@@ -9,7 +9,6 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
-from torch import distributed as dist
 
 from megaasync.config.pipeline import phases_of
 from megaasync.data.microbatches import Microbatch
@@ -300,46 +299,6 @@ def test_a_failed_reduction_is_never_summed(overlap):
     config = small_config(parallel__pipeline=2, schedule__overlap_step=overlap, parallel__timeout_seconds=10.0)
     with pytest.raises(RankFailed, match="ZeroDivisionError: deliberate.*rank 1 was at"):
         spawn_ranks(failing_reduction_rank, (config,), world_size=2)
-
-
-def reducing_rank(environment, config, whole):
-    """Two data-parallel copies of one rank: each sees half of the batch, gradients are summed by a real all-reduce."""
-    device = torch.device("cpu")
-    join_group(environment, device=device, timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
-    executor, twice = (
-        build_trainer(one, environment=_Alone(), prepared=PreparedData(None, None, None), device=device).executor
-        for one in (config, whole)
-    )
-    stage, source = executor.stages[0], twice._source
-    stage._reduce = dist.all_reduce
-
-    class Half:
-        def get(self, step, microbatch):
-            return source.get(step, 2 * microbatch + environment.rank)
-
-    executor._source = Half()
-    for _ in executor.run(*phases_of(config), 0, config.train.steps, settle=True):
-        pass
-    leave_group()
-    return stage.master.numpy()
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_the_gradient_is_reduced_before_norm_and_step(overlap):
-    """Both copies end with the same weights, those of one rank that sees all microbatches at twice the token count."""
-    plain = {"train__clip_grad_norm": None, "train__steps": 6, "optimizer__weight_decay": 0.0}
-    config = small_config(
-        "sgd", schedule__overlap_step=overlap, train__global_batch_size=4, optimizer__lr=0.05, **plain
-    )
-    whole = small_config("sgd", train__global_batch_size=8, optimizer__lr=0.1, **plain)
-    one, other = spawn_ranks(reducing_rank, (config, whole), world_size=2)
-    np.testing.assert_array_equal(one, other)
-    numbers = run(whole)
-    layout = build(_Alone(), whole).executor.stages[0].optimizer.layout
-    views = layout.views(torch.from_numpy(one))
-    for name, view in zip(layout.names, views, strict=True):
-        np.testing.assert_allclose(view.numpy(), numbers.weights[name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 def hanging_rank(environment, config, dies):

@@ -1,9 +1,11 @@
 """Small configs as plain dicts, as Hydra would give them."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from megaasync.config import TrainConfig, read, validate
+from megaasync.config.schema import MoeConfig
 
 _OPTIMIZERS = {
     "sgd": {"name": "sgd", "lr": 0.5, "weight_decay": 0.1},
@@ -39,6 +41,13 @@ _BASE: dict[str, Any] = {
             "ffn_hidden_size": 12,
             "num_shared_experts": 1,
             "first_dense_layers": 1,
+            "score_function": "softmax",
+            "normalize_top_k": True,
+            "capacity_factor": None,
+            "bias_update_rate": 0.0,
+            "sequence_balance_loss": 0.0,
+            "global_balance_loss": 0.0,
+            "z_loss": 0.0,
         },
     },
     "optimizer": _OPTIMIZERS["muon"],
@@ -55,6 +64,7 @@ _BASE: dict[str, Any] = {
         "expert": 1,
         "pipeline": 1,
         "data": 1,
+        "sequence_parallel": False,
         "virtual_stages": None,
         "layers_per_stage": None,
         "timeout_seconds": 60.0,
@@ -86,6 +96,15 @@ _BASE: dict[str, Any] = {
 }
 
 
+# All that keeps experts evenly loaded, strong enough to be seen in the weights.
+BALANCED: dict[str, Any] = {
+    "model__moe__bias_update_rate": 0.02,
+    "model__moe__sequence_balance_loss": 0.05,
+    "model__moe__global_balance_loss": 0.05,
+    "model__moe__z_loss": 0.01,
+}
+
+
 def plain_config(optimizer: str = "muon", **overrides: Any) -> dict[str, Any]:
     """A small run as a plain dict; overrides are dotted keys with `__` for the dot."""
     config = copy.deepcopy(_BASE)
@@ -102,3 +121,8 @@ def plain_config(optimizer: str = "muon", **overrides: Any) -> dict[str, Any]:
 def small_config(optimizer: str = "muon", **overrides: Any) -> TrainConfig:
     """The same, read and validated."""
     return validate(read(TrainConfig, plain_config(optimizer, **overrides)))
+
+
+def moe_config(**overrides: Any) -> MoeConfig:
+    """The experts of a small config, with other values."""
+    return replace(small_config().model.moe, **overrides)

@@ -12,6 +12,7 @@ from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.entry.spawn import spawn_ranks
+from megaasync.models.sharding import sharding_of
 from megaasync.train.build import build_trainer
 
 
@@ -46,11 +47,28 @@ def run_rank(environment: RankEnvironment, config: TrainConfig) -> RunNumbers:
     numbers.val_loss = trainer.train().val_loss
     for stage in trainer.executor.stages:
         layout = stage.optimizer.layout
-        for name, weight in zip(layout.names, layout.views(stage.master), strict=True):
+        for name, weight in zip(layout.names, layout.views(stage.whole_master()), strict=True):
             twin = numbers.weights.setdefault(name, weight.numpy().copy())
             assert (twin == weight.numpy()).all(), f"the two copies of {name} differ"
     leave_group()
     return numbers
+
+
+def put_together(parts: list[RunNumbers], config: TrainConfig) -> dict[str, np.ndarray]:
+    """Whole weights from every rank's parts; ranks that hold the same part must agree to the bit."""
+    mesh, by_place = config.layout, {}
+    for rank, part in enumerate(parts):
+        for name, weight in part.weights.items():
+            sharding = sharding_of(name, sequence_parallel=config.parallel.sequence_parallel)
+            place = 0 if sharding.axis is None else mesh.coordinate(rank, sharding.axis)
+            twin = by_place.setdefault(name, {}).setdefault(place, weight)
+            assert (twin == weight).all(), f"the copies of {name} on several ranks differ"
+    return {
+        name: np.concatenate([places[i] for i in sorted(places)], axis=sharding_of(name, sequence_parallel=False).dim)
+        if len(places) > 1
+        else places[0]
+        for name, places in by_place.items()
+    }
 
 
 def _stable(row: dict[str, Any]) -> dict[str, Any]:
@@ -63,9 +81,7 @@ def run(config: TrainConfig) -> RunNumbers:
     whole = parts[0]
     for part in parts[1:]:
         assert [_stable(r) for r in part.rows] == [_stable(r) for r in whole.rows], "ranks disagree about the metrics"
-        for name, weight in part.weights.items():
-            twin = whole.weights.setdefault(name, weight)
-            assert (twin == weight).all(), f"the two copies of {name} differ"
+    whole.weights = put_together(parts, config)
     return whole
 
 

@@ -25,12 +25,12 @@ from megaasync.models.partition import deal_layers
 from megaasync.models.transformer import DecoderStage
 from megaasync.nn.loss import cross_entropy_sum
 from megaasync.nn.precision import at_least_float32
+from megaasync.optim.data_parallel import sum_of_squares
 from megaasync.optim.flat_layout import FlatLayout
 from megaasync.optim.lr_schedule import lr_schedule
 from megaasync.optim.routing import route_parameters
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.gradients import GradientBuffers
-from megaasync.pipeline.stage import sum_of_squares
 from megaasync.pipeline.weight_versions import WeightVersions
 from megaasync.train.plan import DTYPES
 
@@ -197,7 +197,7 @@ class _FirstOrMiddle(nn.Module):
         if stage.embedding is not None:
             x = stage.embedding(x)
         for layer in stage.layers.values():
-            x = layer(x, stage.rotary)
+            x = layer(x, stage.rotary, torch.ones(x.shape[:2], dtype=torch.bool))
         return x
 
 
