@@ -1,5 +1,6 @@
 """Rotary position embedding (arXiv 2104.09864), halves convention as in Llama and Hugging Face."""
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,12 +15,12 @@ class RotaryTables(nn.Module):
 
     def __init__(self, *, seq_length: int, head_size: int, theta: float) -> None:
         super().__init__()
-        exponents = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
-        angles = torch.outer(torch.arange(seq_length, dtype=torch.float64), theta**-exponents)
-        angles_SK = torch.cat([angles, angles], dim=-1)
-        exact = at_least_float32(torch.get_default_dtype())
-        self.register_buffer("cos_SK", angles_SK.cos().to(exact), persistent=False)
-        self.register_buffer("sin_SK", angles_SK.sin().to(exact), persistent=False)
+        # numpy, because torch.arange on the meta device, where shapes are asked for, imports torch's compiler: seconds
+        angles = np.outer(np.arange(seq_length), theta ** -(np.arange(0, head_size, 2) / head_size))
+        angles_SK = torch.from_numpy(np.concatenate([angles, angles], axis=-1))
+        place = {"dtype": at_least_float32(torch.get_default_dtype()), "device": torch.get_default_device()}
+        self.register_buffer("cos_SK", angles_SK.cos().to(**place), persistent=False)
+        self.register_buffer("sin_SK", angles_SK.sin().to(**place), persistent=False)
 
     def rotate(self, x_BHSK: Tensor) -> Tensor:
         """Rotate queries or keys by their positions: [B, H, S, K] to the same."""
