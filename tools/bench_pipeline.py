@@ -147,7 +147,7 @@ def emulation_of(bench: Bench) -> Emulation:
 def run_ours_emulated(case: Case, costs: Emulation) -> list[list[Span]]:
     """Spans of the ranks of the first replica."""
     parts = spawn_ranks(run_emulated, (case, costs), world_size=case.num_ranks * costs.replicas)
-    return parts[: case.num_ranks]
+    return parts[:: costs.replicas]
 
 
 def measure_once(bench: Bench, case: Case) -> Measured:

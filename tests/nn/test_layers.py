@@ -13,6 +13,7 @@ from megaasync.models.partition import deal_layers, head_cost, layer_cost
 from megaasync.models.transformer import DecoderStage
 from megaasync.nn.loss import cross_entropy_sum
 from megaasync.nn.moe import MoE
+from megaasync.nn.norm import RMSNorm
 from megaasync.nn.rope import RotaryTables
 from tests.support.configs import moe_config, small_config
 
@@ -177,3 +178,24 @@ def test_a_copy_of_a_tied_model_stays_tied():
     model = copy.deepcopy(DecoderStage(config, range(config.num_layers)))
     assert model.head.weight is model.embedding.weight
     assert sum("embedding" in name for name, _ in model.named_parameters()) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_norm_equals_torchs_forward_and_backward(dtype):
+    """In bfloat16: computed in float32, so within a rounding of the result."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 16, generator=generator, dtype=DOUBLE).to(dtype).requires_grad_()
+    norm = RMSNorm(16, eps=0.1).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(16, generator=generator, dtype=DOUBLE))
+    probe = torch.randn(2, 5, 16, generator=generator, dtype=DOUBLE).to(dtype)
+    exact = torch.float64 if dtype is DOUBLE else torch.float32
+    expected = F.rms_norm(x.to(exact), (16,), norm.weight.to(exact), 0.1).to(dtype)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for ours, theirs in zip(
+        (norm(x), *torch.autograd.grad((norm(x) * probe).sum(), (x, norm.weight))),
+        (expected, *torch.autograd.grad((expected * probe).sum(), (x, norm.weight))),
+        strict=True,
+    ):
+        assert ours.dtype is dtype
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

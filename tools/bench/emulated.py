@@ -11,9 +11,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from bench.case import Case, Emulation, Measured
+from megaasync.config.layout import AXES, Layout
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
+from megaasync.distributed.mesh import Mesh
 from megaasync.distributed.p2p import Receiver, TensorSpec
+from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.observe.trace import Recorder, Timeline, merge
 from megaasync.optim.newton_schulz import orthogonalize
 from megaasync.pipeline.channels import Channels, Transport, group_names
@@ -35,16 +38,14 @@ def sleep_until(moment: float) -> None:
 class EmulatedStage:
     """Stands where a `PipelineStage` stands and sleeps."""
 
-    def __init__(
-        self, index: int, num_stages: int, costs: Emulation, *, share: float, replicas: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, index: int, num_stages: int, costs: Emulation, *, share: float, replicas: RankGroup) -> None:
         """A stage; `replicas` is the group of its data-parallel copies, for real updates."""
         self.index, self._costs, self._share = index, costs, share
         self._replicas = replicas
         self._gradient = torch.ones(1 << 21)  # 8 MiB
         self._matrices = torch.randn(8, 256, 256, generator=torch.Generator().manual_seed(index))
         self.is_first, self.is_last = index == 0, index == num_stages - 1
-        self.num_updates = 0
+        self.needs_mask, self.num_updates = False, 0
 
     def _message(self) -> Tensor:
         return torch.zeros(_SPEC.shape, dtype=_SPEC.dtype)
@@ -70,9 +71,11 @@ class EmulatedStage:
 
     def reduce(self, step: int) -> None:
         """Sleep a reduction, or make one."""
-        if self._replicas is not None:
-            dist.all_reduce(self._gradient, group=self._replicas)
+        self._replicas.all_reduce(self._gradient)
         time.sleep(self._costs.reduce * self._share)
+
+    def routing_figures(self, step: int) -> None:
+        """No experts."""
 
     def squares(self, step: int) -> Tensor:
         """A norm."""
@@ -123,32 +126,29 @@ class EmulatedRun:
     timeline: Timeline
 
 
-def _replica_group(case: Case, costs: Emulation, rank: int) -> dist.ProcessGroup | None:
-    """The group of a pipeline rank's data-parallel copies."""
-    if not costs.real_update:
-        return None
-    members = [[one + copy * case.num_ranks for copy in range(costs.replicas)] for one in range(case.num_ranks)]
-    return [dist.new_group(one, timeout=_TIMEOUT) for one in members][rank]
-
-
 def run_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> list[Any]:
     """One rank's spans."""
     join_group(environment, device=_CPU, timeout=_TIMEOUT)
     torch.set_num_threads(1)
     schedule = schedule_of(case)
-    groups = {name: dist.new_group(timeout=_TIMEOUT) for name in (*group_names(schedule.rank_of_stage), "norm")}
-    share = schedule.num_ranks / schedule.num_stages
-    replica, rank = divmod(environment.rank, case.num_ranks)
-    copies = _replica_group(case, costs, rank)
+    mesh = Mesh(
+        Layout(pipeline=case.num_ranks, data=costs.replicas),
+        rank=environment.rank,
+        device_type="cpu",
+        timeout=_TIMEOUT,
+    )
+    share, rank = schedule.num_ranks / schedule.num_stages, mesh.coordinate("pipeline")
+    replicas = mesh.new_group("data")
     stages = [
-        EmulatedStage(i, schedule.num_stages, costs, share=share, replicas=copies) for i in schedule.stages_of(rank)
+        EmulatedStage(i, schedule.num_stages, costs, share=share, replicas=replicas) for i in schedule.stages_of(rank)
     ]
     recorder = Recorder(rank, traced=True, synchronize=None, enabled=True)
     updates = Updates(
         stages,
         num_stages=schedule.num_stages,
         clip_grad_norm=None,
-        groups=groups,
+        norm=mesh.new_group(*AXES),
+        ends=None,
         corrects=False,
         overlap=case.overlap,
         device=_CPU,
@@ -161,10 +161,25 @@ def run_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> list
         max_outstanding=max(schedule.in_flight) + 2,
         timeout=_TIMEOUT,
     )
-    owners = tuple(replica * case.num_ranks + owner for owner in schedule.rank_of_stage)
-    channels = DelayedChannels(owners, rank=environment.rank, transport=transport, groups=groups, hop=costs.hop)
+    channels = DelayedChannels(
+        schedule.rank_of_stage,
+        rank=rank,
+        transport=transport,
+        peers=mesh.ranks_along("pipeline"),
+        groups={name: mesh.new_group("pipeline").handle for name in group_names(schedule.rank_of_stage)},
+        hop=costs.hop,
+    )
     executor = Executor(
-        stages, _NoData(), updates, channels, rank=rank, device=_CPU, group=None, timeout=_TIMEOUT, recorder=recorder
+        stages,
+        _NoData(),
+        updates,
+        channels,
+        rank=rank,
+        name=f"rank {mesh.rank}",
+        counts=True,
+        device=_CPU,
+        group=ALONE,
+        recorder=recorder,
     )
     dist.barrier()
     for _ in executor.run(Phase(schedule, 0, case.num_steps, settles=False), 0, case.num_steps, settle=True):
