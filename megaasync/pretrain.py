@@ -26,12 +26,18 @@ def _resolve_data(config: TrainConfig, plain: dict[str, Any], environment: RankE
     """Make `parallel.data=auto` the number of ranks that the other axes leave, here and in the plain config."""
     if config.parallel.data != "auto":
         return config
-    others = replace(config.layout, data=1).world_size
-    launched = others if environment is None else environment.world_size
+    others, cluster = replace(config.layout, data=1).world_size, config.cluster
+    if environment is not None:
+        launched, where = environment.world_size, f"the WORLD_SIZE={environment.world_size} that was launched"
+    elif cluster.gpus_per_node is not None:
+        launched = cluster.nodes * cluster.gpus_per_node
+        where = f"the {launched} GPUs of cluster.nodes={cluster.nodes} x {cluster.gpus_per_node} per node"
+    else:
+        launched, where = others, ""
     if launched % others:
         raise ConfigError(
-            f"parallel.data=auto: pipeline x expert x tensor = {others} does not divide the WORLD_SIZE={launched} that "
-            "was launched; launch a multiple of it or change parallel.pipeline, parallel.expert or parallel.tensor"
+            f"parallel.data=auto: pipeline x expert x tensor = {others} does not divide {where}; take a multiple of "
+            f"{others} or change parallel.pipeline, parallel.expert or parallel.tensor"
         )
     plain["parallel"]["data"] = launched // others
     return replace(config, parallel=replace(config.parallel, data=launched // others))
@@ -55,8 +61,14 @@ def _worker_module() -> Any:
 
 
 def _print_plan(config: TrainConfig) -> None:
-    plan = importlib.import_module("megaasync.train.plan")
-    print(plan.render_plan(plan.make_plan(config)))
+    """Print the plan and write it as plan.json, into the run folder if the config names one."""
+    planner = importlib.import_module("megaasync.train.plan")
+    plan = planner.make_plan(config)
+    print(planner.render_plan(plan))
+    folder = Path(config.run.dir).expanduser() if config.run.dir else Path()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "plan.json", plan)
+    print(f"plan: {folder / 'plan.json'}")
 
 
 def _prepare(config: TrainConfig, plain: dict[str, Any], *, is_first: bool) -> tuple[Any, Path | None]:
@@ -100,6 +112,11 @@ def pretrain(plain: dict[str, Any]) -> None:
         if config.dry_run:
             _print_plan(config)
             return
+        if config.cluster.name != "local" and environment is None:
+            raise ConfigError(
+                f"cluster={config.cluster.name}: started bare, this host is not that cluster; set cluster=local, add "
+                "dry_run=true for a plan, or start it with srun or torchrun on the cluster"
+            )
         _check_world(config, environment)
         prepared, folder = _prepare(config, plain, is_first=environment is None or environment.rank == 0)
         if environment is None:
@@ -119,6 +136,9 @@ def pretrain(plain: dict[str, Any]) -> None:
         fail(str(error), status=CONFIG_ERROR_STATUS)
     except (TrainingError, TransportError) as error:  # of this process's own rank
         fail(str(error), status=1)
+    except BrokenPipeError:  # whoever read the output has enough of it, as `head` does
+        sys.stdout = None
+        raise SystemExit(1) from None
     except OSError as error:
         _release(folder)
         fail(explain_file_error(error), status=CONFIG_ERROR_STATUS)

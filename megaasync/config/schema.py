@@ -293,6 +293,25 @@ class RunConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Where the run is, or is planned for.
+
+    Attributes:
+        nodes, gpus_per_node: what a plan and `parallel.data=auto` count with; null for this host as it is started.
+        gpu_memory_gib: of one GPU; a plan warns of what does not fit. null for unknown.
+        gpu_tflops: what one GPU reaches in matrix products, for a plan's times; null for no times.
+        network_gbytes: per second that one GPU sends to another node.
+    """
+
+    name: Literal["local", "slurm", "docker"]
+    nodes: int
+    gpus_per_node: int | None
+    gpu_memory_gib: float | None
+    gpu_tflops: float | None
+    network_gbytes: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class TrainConfig:
     """The whole configuration of a run."""
 
@@ -304,6 +323,7 @@ class TrainConfig:
     train: LoopConfig
     data: PythonStdlibData | SyntheticData | IndexedData | HfData
     logging: LoggingConfig
+    cluster: ClusterConfig
     run: RunConfig
     device: Literal["auto", "cpu", "cuda"]
     debug: bool

@@ -220,6 +220,23 @@ def check_lr_schedule(config: TrainConfig) -> None:
     _within("train.final_lr_ratio", train.final_lr_ratio, 0, 1, open_end=False)
 
 
+def check_cluster(config: TrainConfig) -> None:
+    """The cluster has ranks for the layout."""
+    cluster = config.cluster
+    for name in ("nodes", "gpus_per_node"):
+        _at_least(f"cluster.{name}", getattr(cluster, name), 1)
+    for name in ("gpu_memory_gib", "gpu_tflops", "network_gbytes"):
+        if getattr(cluster, name) is not None and getattr(cluster, name) <= 0:
+            raise ConfigError(f"cluster.{name}={getattr(cluster, name):g}: must be above 0; set null if unknown")
+    if cluster.gpus_per_node is not None and cluster.nodes * cluster.gpus_per_node != config.world_size:
+        layout = config.layout
+        raise ConfigError(
+            f"cluster.nodes={cluster.nodes}: {cluster.nodes} x {cluster.gpus_per_node} GPUs per node, but tensor("
+            f"{layout.tensor}) x expert({layout.expert}) x pipeline({layout.pipeline}) x data({layout.data}) = "
+            f"{layout.world_size} ranks; set parallel.data=auto or degrees that multiply to the GPUs"
+        )
+
+
 def check_data(config: TrainConfig) -> None:
     """Data settings that need no file to judge."""
     data = config.data
@@ -259,6 +276,7 @@ RULES: tuple[Callable[[TrainConfig], None], ...] = (
     check_schedule,
     check_optimizer,
     check_lr_schedule,
+    check_cluster,
     check_data,
 )
 

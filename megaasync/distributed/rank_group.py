@@ -1,5 +1,6 @@
 """Ranks that act together, and what they do together. A group arrives as an argument; a rank alone sends nothing."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -62,6 +63,46 @@ class RankGroup:
                 part.copy_(whole.view_as(part))
             return
         wait(_reduce_scatter(part.view(-1), whole.view(-1), group=self.handle, async_op=True), self.timeout, peer=None)
+
+    def reduce_shares(self, whole: Tensor, shares: Sequence[slice]) -> None:
+        """Put the sum of each rank's share of a flat tensor into that share, on that rank.
+
+        Shares of one size are one collective; else each is reduced to its rank. Other shares are then undefined.
+
+        Args:
+            whole: [n], the same length on all ranks.
+            shares: one per rank, in their order, without gaps.
+        """
+        if self.handle is None:
+            return
+        if self._are_equal(shares):
+            self.reduce_scatter(whole[shares[self.index]], whole[shares[0].start : shares[-1].stop])
+            return
+        self._each_share(whole, shares, lambda share, root: dist.reduce(share, root, group=self.handle, async_op=True))
+
+    def gather_shares(self, whole: Tensor, shares: Sequence[slice]) -> None:
+        """Fill a flat tensor, of which each rank has written its share; see `reduce_shares`."""
+        if self.handle is None:
+            return
+        if self._are_equal(shares):
+            self.all_gather(whole[shares[0].start : shares[-1].stop], whole[shares[self.index]])
+            return
+        self._each_share(
+            whole, shares, lambda share, root: dist.broadcast(share, root, group=self.handle, async_op=True)
+        )
+
+    @staticmethod
+    def _are_equal(shares: Sequence[slice]) -> bool:
+        return len({share.stop - share.start for share in shares}) == 1
+
+    def _each_share(self, whole: Tensor, shares: Sequence[slice], start: Callable[[Tensor, int], dist.Work]) -> None:
+        """Start a collective per share that is not empty, then wait for all."""
+        roots = dist.get_process_group_ranks(self.handle)
+        works = [
+            start(whole[share], root) for share, root in zip(shares, roots, strict=True) if share.stop > share.start
+        ]
+        for work in works:
+            wait(work, self.timeout, peer=None)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, received_sizes: list[int], sent_sizes: list[int]) -> None:
         """Send a run of rows of `sent` to every rank and put what comes from each, in their order, into `received`.

@@ -33,12 +33,12 @@ class DataParallel:
     def reduce(self, gradient: Tensor) -> None:
         """Sum a flat gradient over the ranks, in place: each rank's shares are then valid, the rest is not."""
         for bucket in self._layout.buckets:
-            self._groups[bucket.axes].reduce_scatter(gradient[bucket.owned], gradient[bucket.whole])
+            self._groups[bucket.axes].reduce_shares(gradient, bucket.shares)
 
     def gather(self, weights: Tensor) -> None:
         """Fill flat weights, of which each rank has written its shares, from the others'."""
         for bucket in self._layout.buckets:
-            self._groups[bucket.axes].all_gather(weights[bucket.whole], weights[bucket.owned])
+            self._groups[bucket.axes].gather_shares(weights, bucket.shares)
 
     def squares(self, gradient: Tensor, *, without: Bucket | None = None) -> Tensor:
         """Scalar float64: this rank's part of the sum of squares of a reduced gradient; all parts together are it."""

@@ -1,21 +1,23 @@
 """Where each parameter lies in one flat buffer, and which part of it each rank steps.
 
-Parameters whose gradients are summed over the same ranks share a bucket. A bucket is as many equal shares as there are
-such ranks: its gradient is reduce-scattered, each rank steps its share (ZeRO-1, arXiv 1910.02054), and the new weights
-are gathered. Elementwise rules take any cut; a matrix lies whole in one share, so that Muon sees it whole, and the
-shares are filled so that every rank has about the same Newton-Schulz work.
+Parameters whose gradients are summed over the same ranks share a bucket. A bucket is as many shares as there are such
+ranks: each share of its gradient is summed on the rank that steps it (ZeRO-1, arXiv 1910.02054), and the new weights
+are gathered. Elementwise rules take any cut, so their shares are equal; a matrix lies whole in one share, so that Muon
+sees it whole, and the shares are filled so that every rank has about the same Newton-Schulz work. A stack of experts
+may be cut between two.
 
 Within a share, parameters of one rule and decay lie together, and matrices of equal shape as a stack that one batched
 Newton-Schulz takes: a step is a few kernels and not a Python loop over tensors.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megaasync.config.layout import Layout
+from megaasync.config.layout import Layout, local_range
 from megaasync.distributed.sharding import Shape, Sharding
 from megaasync.optim.routing import Route
 from megaasync.optim.update_rule import UpdateRule
@@ -100,17 +102,27 @@ class Bucket:
 
     Attributes:
         axes: along which gradients are summed.
-        whole: its place in the flat buffer.
-        owned: this rank's share there.
+        shares: each rank's place in the flat buffer, without gaps between them.
+        index: of this rank.
         owned_start: where the share begins in buffers that hold this rank's shares only.
         copies: ranks that hold the same summed gradient without sharing it out among them.
     """
 
     axes: tuple[str, ...]
-    whole: slice
-    owned: slice
+    shares: tuple[slice, ...]
+    index: int
     owned_start: int
     copies: int
+
+    @property
+    def owned(self) -> slice:
+        """This rank's share."""
+        return self.shares[self.index]
+
+    @property
+    def size(self) -> int:
+        """Elements of all shares."""
+        return self.shares[-1].stop - self.shares[0].start
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,29 +194,27 @@ class FlatLayout:
         self._bucket_of_alone: dict[str, Bucket] = {}
         for (axes, copies_over, is_matrix, own), names in members.items():
             place = self._place_matrices if is_matrix else self._place_elements
-            share, found = place(names, self._mesh.size(axes), self._mesh.index(rank, axes))
-            begin = self.size + share * self._mesh.index(rank, axes)
-            end = self.size + share * self._mesh.size(axes)
-            bucket = Bucket(
-                axes,
-                slice(self.size, end),
-                slice(begin, begin + share),
-                self.owned_size,
-                self._mesh.size(copies_over),
-            )
+            index = self._mesh.index(rank, axes)
+            lengths, found = place(names, self._mesh.size(axes), index)
+            ends = list(itertools.accumulate(lengths, initial=self.size))
+            shares = tuple(slice(start, end) for start, end in itertools.pairwise(ends))
+            bucket = Bucket(axes, shares, index, self.owned_size, self._mesh.size(copies_over))
             buckets.append(bucket)
             if own is not None:
                 self._bucket_of_alone[own] = bucket
             runs += found
-            self.size, self.owned_size = end, self.owned_size + share
+            self.size, self.owned_size = _aligned(ends[-1]), _aligned(self.owned_size + lengths[index])
         self.buckets, self.runs = tuple(buckets), tuple(runs)
 
     def _run(self, key: tuple, start: int, end: int, *, share_start: int) -> Run:
         rule, weight_decay, matrix_shape, homes = key
         return Run(rule, weight_decay, start, end, self.owned_size + start - share_start, matrix_shape, homes)
 
-    def _place_elements(self, names: list[str], num_shares: int, index: int) -> tuple[int, list[Run]]:
-        """Put parameters of elementwise rules one after another; shares are cut anywhere."""
+    def _place_elements(self, names: list[str], num_shares: int, index: int) -> tuple[list[int], list[Run]]:
+        """Put parameters of elementwise rules one after another; shares are equal and cut anywhere.
+
+        Returns, as the other two do, the lengths of the shares and the runs of this rank's.
+        """
         groups: dict[tuple, list[str]] = {}
         for name in names:
             route = self._routes[name]
@@ -224,7 +234,7 @@ class FlatLayout:
             for key, start, end in ends
             if max(start, first) < min(end, first + share)
         ]
-        return share, runs
+        return [share] * num_shares, runs
 
     def _matrix(self, name: str) -> _Matrix:
         shape = self._shapes[name]
@@ -237,9 +247,11 @@ class FlatLayout:
         cost = math.prod(shape[:-2]) * max(whole) * min(whole) ** 2
         return _Matrix(name, math.prod(shape), (rows, cols), sharding.dim if is_split else None, cost)
 
-    def _place_matrices(self, names: list[str], num_shares: int, index: int) -> tuple[int, list[Run]]:
+    def _place_matrices(self, names: list[str], num_shares: int, index: int) -> tuple[list[int], list[Run]]:
         """Deal matrices and stacks of them to shares by their cost, and those split over tensor ranks to homes."""
         matrices = [self._matrix(name) for name in names]
+        if len({math.prod(matrix.shape) for matrix in matrices}) == 1 and all(one.dim is None for one in matrices):
+            return self._place_evenly(matrices, num_shares, index)
         owners = _deal([matrix.cost for matrix in matrices], num_shares)
         used: list[int] = []
         plans: list[list[tuple[tuple, int, int]]] = []  # per share: key, start and end within it
@@ -264,12 +276,33 @@ class FlatLayout:
                 at = _aligned(at)
             used.append(at)
             plans.append(plan)
-        share = max(used)
+        firsts = list(itertools.accumulate(used, initial=self.size))
         for name, (owner, offset) in offsets.items():
-            self._starts[name] = self.size + owner * share + offset
-        first = self.size + index * share
+            self._starts[name] = firsts[owner] + offset
+        first = firsts[index]
         runs = [self._run(key, first + start, first + end, share_start=first) for key, start, end in plans[index]]
-        return share, runs
+        return used, runs
+
+    def _place_evenly(self, matrices: list[_Matrix], num_shares: int, index: int) -> tuple[list[int], list[Run]]:
+        """Put matrices of one size, as experts are, one after another: shares are cut between any two of them."""
+        groups: dict[tuple, list[_Matrix]] = {}
+        for matrix in matrices:
+            route = self._routes[matrix.name]
+            groups.setdefault((route.rule, route.weight_decay, matrix.shape, None), []).append(matrix)
+        size = math.prod(matrices[0].shape)
+        count = sum(matrix.size for matrix in matrices) // size
+        lengths = [size * len(local_range(count, index=one, count=num_shares)) for one in range(num_shares)]
+        first = self.size + sum(lengths[:index])
+        end = first + lengths[index]
+        at, runs = self.size, []
+        for key, group in groups.items():
+            start = at
+            for matrix in group:
+                self._starts[matrix.name] = at
+                at += matrix.size
+            if max(start, first) < min(at, end):
+                runs.append(self._run(key, max(start, first), min(at, end), share_start=first))
+        return lengths, runs
 
     def place_of(self, name: str) -> slice:
         """Where a parameter lies in the flat buffer."""

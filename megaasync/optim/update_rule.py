@@ -17,7 +17,13 @@ State = dict[str, Tensor]
 
 
 class UpdateRule(Protocol):
-    """One optimizer's recurrence, on one tensor or a stack of equal matrices."""
+    """One optimizer's recurrence, on one tensor or a stack of equal matrices.
+
+    Attributes:
+        num_states: numbers of state per parameter.
+    """
+
+    num_states: int
 
     def init(self, like: Tensor) -> State:
         """Zero state for parameters shaped as `like`; every tensor of it shares the first dimension of `like`."""
@@ -39,6 +45,8 @@ class UpdateRule(Protocol):
 class Sgd:
     """d = g."""
 
+    num_states = 0
+
     def init(self, like: Tensor) -> State:
         """No state."""
         return {}
@@ -57,6 +65,7 @@ class AdamW:
 
     betas: tuple[float, float]
     eps: float
+    num_states = 2
 
     def init(self, like: Tensor) -> State:
         """First and second moments."""
@@ -80,6 +89,7 @@ class Muon:
 
     momentum: float
     newton_schulz_steps: int
+    num_states = 1
 
     def init(self, like: Tensor) -> State:
         """Momentum."""

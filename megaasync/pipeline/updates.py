@@ -25,7 +25,7 @@ from megaasync.pipeline.stage import PipelineStage
 from megaasync.schedules import Action, Op, Phase
 
 # squares, loss sum, tokens, stops; then of the routers: largest loads, layers, three losses
-_NUM_TERMS = 9
+NUM_TERMS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Updates:
 
     def _couple(self, step: int, pending: _Pending, *, stop: bool) -> StepResult:
         self._tie(step)
-        terms = torch.zeros(_NUM_TERMS, dtype=torch.float64, device=self._device)
+        terms = torch.zeros(NUM_TERMS, dtype=torch.float64, device=self._device)
         for index in self._stages:
             terms += pending.terms[index] if index in pending.terms else self._terms_of(index, step, pending)
         terms[3] = float(stop)
@@ -214,7 +214,7 @@ class Updates:
     def _terms_of(self, index: int, step: int, pending: _Pending) -> Tensor:
         """One stage's part, on this rank, of what is summed over all."""
         stage = self._stages[index]
-        terms = torch.zeros(_NUM_TERMS, dtype=torch.float64, device=self._device)
+        terms = torch.zeros(NUM_TERMS, dtype=torch.float64, device=self._device)
         terms[0] = stage.squares(step)
         if stage.is_last:
             terms[1:3] = pending.sums[index]

@@ -20,24 +20,20 @@ from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.mesh import Mesh
 from megaasync.distributed.p2p import TensorSpec
 from megaasync.distributed.rank_group import RankGroup
-from megaasync.distributed.sharding import Shape
-from megaasync.models.initialize import Part, initialize_
-from megaasync.models.sharding import sharding_of
-from megaasync.models.transformer import TIED_PARAMETER, DecoderStage, Splits, stage_shapes
+from megaasync.models.initialize import initialize_
+from megaasync.models.transformer import DecoderStage, Splits
 from megaasync.nn.precision import at_least_float32
 from megaasync.nn.tensor_parallel import TensorParallel
 from megaasync.observe.trace import Recorder
 from megaasync.optim.data_parallel import DataParallel
-from megaasync.optim.flat_layout import FlatLayout
 from megaasync.optim.lr_schedule import lr_schedule
-from megaasync.optim.routing import route_parameters
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.channels import Channels, Transport, group_names
 from megaasync.pipeline.executor import Executor
 from megaasync.pipeline.stage import PipelineStage
 from megaasync.pipeline.updates import Updates
 from megaasync.schedules import PipelineSchedule, check
-from megaasync.train.plan import DTYPES, StageNeeds, layers_of_stages, needs_of
+from megaasync.train.sizes import DTYPES, REPLICAS, StageNeeds, StageSizes, needs_of
 from megaasync.train.trainer import Observer, Trainer
 
 
@@ -94,9 +90,6 @@ class Groups:
     messages: dict[str, dist.ProcessGroup | None]
 
 
-REPLICAS = ("data", "expert", "tensor")
-
-
 def make_groups(mesh: Mesh, schedule: PipelineSchedule) -> Groups:
     """All ranks make the same kinds of groups in the same order."""
     pipeline = {name: mesh.new_group("pipeline").handle for name in group_names(schedule.rank_of_stage)}
@@ -112,24 +105,6 @@ def make_groups(mesh: Mesh, schedule: PipelineSchedule) -> Groups:
     )
 
 
-def stage_layout(
-    config: TrainConfig, layers: range, *, rank: int, alone: tuple[str, ...] = ()
-) -> tuple[FlatLayout, dict[str, Shape], dict[str, Part]]:
-    """The flat layout of a stage on a rank, whole shapes of its parameters, and which part of each the rank has."""
-    shapes, mesh = stage_shapes(config.model, layers), config.layout
-    shardings = {name: sharding_of(name, sequence_parallel=config.parallel.sequence_parallel) for name in shapes}
-    parts = {name: shardings[name].local_ranges(shape, mesh, rank=rank) for name, shape in shapes.items()}
-    layout = FlatLayout(
-        {name: tuple(map(len, part)) for name, part in parts.items()},
-        route_parameters(shapes, config.optimizer),
-        shardings=shardings,
-        mesh=mesh,
-        rank=rank,
-        alone=alone,
-    )
-    return layout, shapes, parts
-
-
 def build_stage(
     config: TrainConfig,
     schedule: PipelineSchedule,
@@ -141,14 +116,12 @@ def build_stage(
     device: torch.device,
 ) -> PipelineStage:
     """One stage with its weights, versions, gradient sums and optimizer."""
-    layers = layers_of_stages(config)[index]
-    dtype = DTYPES[config.train.dtype]
-    tied = TIED_PARAMETER if schedule.is_tied and index in (0, schedule.num_stages - 1) else None
-    layout, shapes, parts = stage_layout(config, layers, rank=mesh.rank, alone=(tied,) if tied else ())
+    sizes = StageSizes(config, schedule, index=index)
+    dtype, layout = DTYPES[config.train.dtype], sizes.flat_layout(rank=mesh.rank)
     splits = Splits(TensorParallel(groups.tensor, config.parallel.sequence_parallel), groups.expert)
     with _default_dtype(dtype), device:
-        module = DecoderStage(config.model, layers, splits)
-    initialize_(module, config.model, seed=config.train.seed, shapes=shapes, parts=parts)
+        module = DecoderStage(config.model, sizes.layers, splits)
+    initialize_(module, config.model, seed=config.train.seed, shapes=sizes.shapes, parts=sizes.parts(rank=mesh.rank))
     optimizer = StageOptimizer(
         layout,
         [parameter.detach() for parameter in module.parameters()],
@@ -165,7 +138,7 @@ def build_stage(
         num_versions=needs.versions[index],
         num_gradient_buffers=needs.gradient_buffers[index],
         splits_backward=schedule.splits_backward,
-        tied_parameter=tied,
+        tied_parameter=sizes.tied,
         data_parallel=DataParallel(layout, groups.updates),
         replicas=groups.updates[REPLICAS],
         counts=mesh.coordinate("tensor") == 0,

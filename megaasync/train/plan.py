@@ -1,53 +1,34 @@
 """The plan: what a layout needs and how its pipeline will run, from shapes alone; no weights are made."""
 
-import itertools
 import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from megaasync.config.layout import AXES
 from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import ModelConfig, TrainConfig
 from megaasync.distributed.sharding import Shape
-from megaasync.models.partition import deal_layers
-from megaasync.models.transformer import stage_shapes
-from megaasync.nn.precision import at_least_float32
-from megaasync.optim.routing import route_parameters
+from megaasync.models.activations import ActivationSizes, head_workspace, stage_bytes
+from megaasync.models.flops import flops_per_token, forward_flops
+from megaasync.optim.flat_layout import FlatLayout
 from megaasync.schedules import (
     SCHEDULES,
     Costs,
     Phase,
     PipelineSchedule,
     ScheduleError,
+    ScheduleReport,
     build_schedule,
-    holdings,
     report,
 )
+from megaasync.train.communication import step_volumes
+from megaasync.train.sizes import REPLICAS, StageNeeds, StageSizes, activation_sizes, needs_of
 
 _HOP = 0.3  # of a forward
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class StageNeeds:
-    """What each stage must hold, over all phases of a run: weight versions, gradient sums, microbatches in flight."""
-
-    versions: tuple[int, ...]
-    gradient_buffers: tuple[int, ...]
-    activations: tuple[int, ...]
-
-
-def needs_of(phases: tuple[Phase, ...]) -> StageNeeds:
-    """The most that any phase needs."""
-    figures = [holdings(phase.schedule) for phase in phases]
-
-    def most(name: str) -> tuple[int, ...]:
-        return tuple(max(column) for column in zip(*(getattr(one, name) for one in figures), strict=True))
-
-    return StageNeeds(most("versions"), most("gradient_buffers"), most("activations"))
+_GIB = 2**30
+_HBM_BYTES = 3.0e12  # per second, for the elementwise part of a step
 
 
 def main_schedule(phases: tuple[Phase, ...]) -> PipelineSchedule:
@@ -79,12 +60,6 @@ def hop_advice(config: TrainConfig) -> list[dict[str, float]]:
     return advice
 
 
-def layers_of_stages(config: TrainConfig) -> tuple[range, ...]:
-    """Layers of each stage, as the config deals them."""
-    num_stages = phases_of(config)[0].schedule.num_stages
-    return deal_layers(config.model, num_stages=num_stages, layers_per_stage=config.parallel.layers_per_stage)
-
-
 def count_parameters(shapes: Mapping[str, Shape], model: ModelConfig) -> tuple[int, int]:
     """(all, active per token): of the routed experts a token uses top_k."""
     total = active = 0
@@ -96,58 +71,198 @@ def count_parameters(shapes: Mapping[str, Shape], model: ModelConfig) -> tuple[i
     return total, active
 
 
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One stage of a plan.
+
+    Attributes:
+        sizes: its parameters.
+        layouts: of each rank that runs it.
+        state_elements: numbers of optimizer state, of the rank with most.
+        per_microbatch: bytes of activations.
+        workspace: bytes needed for a moment.
+    """
+
+    sizes: StageSizes
+    layouts: tuple[FlatLayout, ...]
+    state_elements: int
+    per_microbatch: int
+    workspace: int
+
+
+def _state_elements(layout: FlatLayout) -> int:
+    return sum(math.prod(run.state_shape) * run.rule.num_states for run in layout.runs)
+
+
+def _make_stage(config: TrainConfig, schedule: PipelineSchedule, index: int, activations: ActivationSizes) -> _Stage:
+    sizes, mesh = StageSizes(config, schedule, index=index), config.layout
+    first = schedule.rank_of_stage[index] * mesh.size(REPLICAS)
+    layouts = tuple(sizes.flat_layout(rank=rank) for rank in mesh.ranks_along(first, REPLICAS))
+    layers = sizes.layers
+    is_last = layers.stop == config.model.num_layers
+    return _Stage(
+        sizes,
+        layouts,
+        max(map(_state_elements, layouts)),
+        stage_bytes(config.model, layers, activations),
+        head_workspace(config.model, activations) if is_last else 0,
+    )
+
+
+def _bytes_of(stage: _Stage, needs: StageNeeds, index: int, activations: ActivationSizes) -> dict[str, int]:
+    """By kind, of the rank of a stage that holds most."""
+    local = max(layout.size for layout in stage.layouts)
+    owned = max(layout.owned_size for layout in stage.layouts)
+    return {
+        "weights": local * activations.compute * needs.versions[index],
+        "gradients": local * activations.exact * needs.gradient_buffers[index],
+        "master": owned * activations.exact,
+        "optimizer_state": stage.state_elements * activations.exact,
+        "activations": stage.per_microbatch * needs.activations[index],
+        "workspace": stage.workspace,
+    }
+
+
+def _over_1f1b(config: TrainConfig, stages: list[_Stage], needs: StageNeeds, activations: ActivationSizes) -> list[int]:
+    """Bytes per stage that an asynchronous schedule holds over 1f1b of the same stages; empty if it has others."""
+    schedule = build_schedule(
+        "1f1b", num_ranks=config.parallel.pipeline, num_microbatches=config.num_microbatches, tied=False
+    )
+    if schedule.num_stages != len(stages):
+        return []
+    synchronous = needs_of((Phase(schedule, 0, 1, settles=False),))
+    return [
+        sum(_bytes_of(stage, needs, i, activations).values())
+        - sum(_bytes_of(stage, synchronous, i, activations).values())
+        for i, stage in enumerate(stages)
+    ]
+
+
+def _newton_schulz_flops(stage: _Stage, config: TrainConfig) -> float:
+    """Of the rank with most: per iteration 4 p^2 q + 2 p^3 for p rows and q columns, p the shorter."""
+    steps = getattr(config.optimizer, "newton_schulz_steps", 0)
+
+    def of(layout: FlatLayout) -> float:
+        total = 0.0
+        for run in layout.runs:
+            if run.matrix_shape is not None:
+                count, *shape = run.state_shape
+                short, long = min(shape), max(shape)
+                total += count * (4 * short**2 * long + 2 * short**3)
+        return steps * total
+
+    return max(map(of, stage.layouts))
+
+
+def _estimates(
+    config: TrainConfig, stage: _Stage, figures: ScheduleReport, index: int, activations: ActivationSizes
+) -> dict[str, float]:
+    """Seconds, from the figures that the cluster group gives for its GPUs; empty if it gives none."""
+    cluster = config.cluster
+    if cluster.gpu_tflops is None or cluster.network_gbytes is None:
+        return {}
+    layers = stage.sizes.layers
+    flops = forward_flops(config.model, layers, with_head=layers.stop == config.model.num_layers)
+    forward = activations.tokens * flops / config.parallel.tensor / (cluster.gpu_tflops * 1e12)
+    layout = max(stage.layouts, key=lambda one: one.size)
+    reduced = gathered = 0.0
+    for bucket in layout.buckets:
+        size = config.layout.size(bucket.axes)
+        reduced += bucket.size * activations.exact * (size - 1) / size
+        gathered += bucket.size * activations.compute * (size - 1) / size
+    elementwise = layout.owned_size * 8 * activations.exact / _HBM_BYTES
+    return {
+        "forward": forward,
+        "slack": figures.slack[index] * forward,
+        "reduction": reduced / (cluster.network_gbytes * 1e9),
+        "step": _newton_schulz_flops(stage, config) / (cluster.gpu_tflops * 1e12)
+        + elementwise
+        + gathered / (cluster.network_gbytes * 1e9),
+    }
+
+
+def _warnings(config: TrainConfig, stages: list[dict[str, Any]]) -> list[str]:
+    """What will not fit or not hide."""
+    found = []
+    limit = config.cluster.gpu_memory_gib
+    for stage in stages:
+        total, name = stage["total_bytes"], f"stage {stage['stage']}"
+        if limit is not None and total > limit * _GIB:
+            found.append(
+                f"{name} needs {_size(total)} per rank, more than cluster.gpu_memory_gib={limit:g}; raise "
+                "parallel.pipeline, parallel.expert or parallel.tensor, or lower train.micro_batch_size"
+            )
+        seconds = stage["seconds"]
+        if seconds and seconds["slack"] and seconds["reduction"] + seconds["step"] > seconds["slack"]:
+            found.append(
+                f"{name}: reduction and step take about {seconds['reduction'] + seconds['step']:.3g} s, more than the "
+                f"slack of {seconds['slack']:.3g} s, so the pipeline will wait; raise train.global_batch_size"
+            )
+    return found
+
+
 def make_plan(config: TrainConfig) -> dict[str, Any]:
     """What plan.json holds.
 
     Returns:
-        Parameters; per stage its rank, layers, parameters and bytes by kind; bubble and slack of the schedule in
-        units of one forward, with a backward of two; the rule and decay of each kind of parameter; tokens and
-        communication per step.
+        Parameters; per stage its rank, layers, parameters and bytes by kind of the rank that holds most; bubble and
+        slack of the schedule in units of one forward, with a backward of two; the rule and decay of each kind of
+        parameter; tokens, operations and communication per step; warnings.
     """
-    model, phases = config.model, phases_of(config)
+    model, phases, mesh = config.model, phases_of(config), config.layout
     schedule, needs = main_schedule(phases), needs_of(phases)
-    dtype = DTYPES[config.train.dtype]
-    compute, main = dtype.itemsize, at_least_float32(dtype).itemsize
+    activations = activation_sizes(config)
     figures = report(schedule)
-    message = config.train.micro_batch_size * model.seq_length * model.hidden_size * compute
-    stages, total, active = [], 0, 0
+    stages, lines, total, active = [], [], 0, 0
     routing: dict[tuple[str, str, float], list[int]] = {}
-    for index, layers in enumerate(layers_of_stages(config)):
-        shapes = stage_shapes(model, layers)
-        count, used = count_parameters(shapes, model)
+    counted: set[str] = set()
+    for index in range(schedule.num_stages):
+        stage = _make_stage(config, schedule, index, activations)
+        stages.append(stage)
+        shapes = stage.sizes.shapes
+        new = {name: shape for name, shape in shapes.items() if name not in counted}  # a tied embedding is one
+        counted |= new.keys()
+        count, used = count_parameters(new, model)
         total, active = total + count, active + used
-        routes = route_parameters(shapes, config.optimizer)
-        for name, route in routes.items():
+        for name, shape in new.items():
+            route = stage.sizes.routes[name]
             line = routing.setdefault((type(route.rule).__name__, route.role.value, route.weight_decay), [0, 0])
             line[0] += 1
-            line[1] += math.prod(shapes[name])
-        state_tensors = {"Sgd": 0, "AdamW": 2, "Muon": 1}
-        state = sum(math.prod(shapes[n]) * state_tensors[type(r.rule).__name__] for n, r in routes.items())
-        stages.append(
+            line[1] += math.prod(shape)
+        sizes = _bytes_of(stage, needs, index, activations)
+        lines.append(
             {
                 "stage": index,
-                "rank": schedule.rank_of_stage[index],
-                "layers": [layers.start, layers.stop],
-                "parameters": count,
+                "rank": schedule.rank_of_stage[index] * mesh.size(REPLICAS),
+                "layers": [stage.sizes.layers.start, stage.sizes.layers.stop],
+                "parameters": sum(map(math.prod, shapes.values())),
+                "parameters_per_rank": max(
+                    sum(len(range(*layout.place_of(name).indices(layout.size))) for name in layout.names)
+                    for layout in stage.layouts
+                ),
                 "weight_versions": needs.versions[index],
                 "microbatches_in_flight": needs.activations[index],
-                "bytes": {
-                    "weights": count * compute * needs.versions[index],
-                    "gradients": count * main * needs.gradient_buffers[index],
-                    "master": count * main,
-                    "optimizer_state": state * main,
-                },
+                "bytes": sizes,
+                "total_bytes": sum(sizes.values()),
                 "slack_before_norm": figures.slack_before_norm[index],
                 "slack": figures.slack[index],
+                "seconds": _estimates(config, stage, figures, index, activations),
             }
         )
-    owners = schedule.rank_of_stage
-    crossings = 2 * sum(one != other for one, other in itertools.pairwise(owners))
+    volumes = step_volumes(
+        config,
+        schedule,
+        [stage.sizes.layers for stage in stages],
+        [stage.layouts for stage in stages],
+        compute=activations.compute,
+        exact=activations.exact,
+    )
     return {
         "total_parameters": total,
         "active_parameters": active,
         "world_size": config.world_size,
-        "layout": {"tensor": 1, "expert": 1, "data": 1, "pipeline": config.parallel.pipeline},
+        "layout": {axis: getattr(mesh, axis) for axis in reversed(AXES)},
+        "sequence_parallel": config.parallel.sequence_parallel,
         "schedule": schedule.name,
         "phases": [
             {"schedule": phase.schedule.name, "first_step": phase.first_step + 1, "last_step": phase.end_step}
@@ -157,32 +272,58 @@ def make_plan(config: TrainConfig) -> dict[str, Any]:
         "correction": config.correction.name,
         "num_microbatches": schedule.num_microbatches,
         "tokens_per_step": config.train.global_batch_size * model.seq_length,
+        "tokens": config.train.steps * config.train.global_batch_size * model.seq_length,
+        "flops_per_token": flops_per_token(model),
         "bubble": figures.bubble,
         "hops": hop_advice(config),
-        "stages": stages,
+        "stages": lines,
+        "bytes_over_1f1b": _over_1f1b(config, stages, needs, activations) if schedule.is_asynchronous else [],
         "routing": [
             {"rule": rule, "role": role, "weight_decay": decay, "tensors": tensors, "parameters": parameters}
             for (rule, role, decay), (tensors, parameters) in routing.items()
         ],
-        "communication_bytes_per_step": crossings * schedule.num_microbatches * message,
+        "communication_bytes_per_step": volumes,
+        "warnings": _warnings(config, lines),
     }
 
 
 def _size(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
+        if abs(count) < 1024:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} GiB"
 
 
+def _stage_lines(stage: Mapping[str, Any]) -> list[str]:
+    kinds = ", ".join(f"{kind.replace('_', ' ')} {_size(count)}" for kind, count in stage["bytes"].items() if count)
+    first, end = stage["layers"]
+    lines = [
+        f"stage {stage['stage']}    from rank {stage['rank']}, layers {first} to {end - 1}, {stage['parameters']:,} "
+        f"parameters, {stage['parameters_per_rank']:,} per rank: {_size(stage['total_bytes'])} = {kinds}; "
+        f"{stage['weight_versions']} weight version(s), {stage['microbatches_in_flight']} microbatch(es) in flight, "
+        f"slack {stage['slack']:.3g} forwards"
+    ]
+    if seconds := stage["seconds"]:
+        lines.append(
+            f"           about {seconds['forward']:.3g} s per forward, slack {seconds['slack']:.3g} s against "
+            f"{seconds['reduction']:.3g} s of reduction and {seconds['step']:.3g} s of optimizer step and gathering"
+        )
+    return lines
+
+
 def render_plan(plan: Mapping[str, Any]) -> str:
     """The plan for people."""
+    layout = plan["layout"]
+    degrees = ", ".join(f"{axis} {size}" for axis, size in reversed(layout.items()))
+    megatron = layout["data"] * layout["expert"]
     lines = [
-        f"parameters {plan['total_parameters']:,} (active per token {plan['active_parameters']:,})",
-        f"layout     {plan['layout']['pipeline']} pipeline stage(s), {plan['world_size']} rank(s)",
+        f"parameters {plan['total_parameters']:,} (active per token {plan['active_parameters']:,}, "
+        f"{plan['flops_per_token'] / 1e9:.4g} GFLOP per token, forward and backward)",
+        f"layout     {degrees}: {plan['world_size']} rank(s); {megatron} hold different sequences "
+        "(data x expert, Megatron's data-parallel size)",
         f"schedule   {plan['schedule']}, correction {plan['correction']}, {plan['num_microbatches']} microbatches per "
-        f"step, {plan['tokens_per_step']:,} tokens per step",
+        f"step, {plan['tokens_per_step']:,} tokens per step, {plan['tokens']:,} in all",
         *(
             f"phase      steps {phase['first_step']} to {phase['last_step']}: {phase['schedule']}"
             for phase in plan["phases"]
@@ -197,17 +338,20 @@ def render_plan(plan: Mapping[str, Any]) -> str:
         for line in plan["hops"]
     ]
     for stage in plan["stages"]:
-        kinds = ", ".join(f"{kind.replace('_', ' ')} {_size(count)}" for kind, count in stage["bytes"].items())
-        first, end = stage["layers"]
-        lines.append(
-            f"stage {stage['stage']}    rank {stage['rank']}, layers {first} to {end - 1}, "
-            f"{stage['parameters']:,} parameters: {kinds}; {stage['weight_versions']} weight version(s), "
-            f"{stage['microbatches_in_flight']} microbatch(es) in flight, slack {stage['slack']:.3g} forwards"
-        )
+        lines += _stage_lines(stage)
+    if plan["bytes_over_1f1b"]:
+        extra = ", ".join(_size(count) for count in plan["bytes_over_1f1b"])
+        lines.append(f"over 1f1b  per rank, by stage: {extra}")
     for line in plan["routing"]:
         lines.append(
             f"updates    {line['rule']} with weight decay {line['weight_decay']:g}: {line['role']}, "
             f"{line['tensors']} tensor(s), {line['parameters']:,} parameters"
         )
-    lines.append(f"transfer   {_size(plan['communication_bytes_per_step'])} per step between stages")
+    if any(line["rule"] == "Muon" and "expert" in line["role"] for line in plan["routing"]):
+        lines.append(
+            "           an expert that never got a token decays only; one that did goes on by its decayed momentum"
+        )
+    sent = ", ".join(f"{kind} {_size(count)}" for kind, count in plan["communication_bytes_per_step"].items() if count)
+    lines.append(f"transfer   per step, all ranks together: {sent or 'nothing'}")
+    lines += [f"WARNING    {warning}" for warning in plan["warnings"]]
     return "\n".join(lines)

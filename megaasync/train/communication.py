@@ -1,0 +1,111 @@
+"""What the ranks send in one step, by kind: bytes handed to each collective or message, summed over all ranks.
+
+What a rank hands in for itself counts too. A test counts the same on a running process group.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from megaasync.config.schema import TrainConfig
+from megaasync.models.transformer import is_moe_layer
+from megaasync.optim.flat_layout import FlatLayout
+from megaasync.pipeline.updates import NUM_TERMS
+from megaasync.schedules import PipelineSchedule
+
+_LONG = 8  # bytes of an int64 or a float64
+_NUM_LOSSES = 3
+
+
+def _tensor_bytes(config: TrainConfig, layers: range, *, compute: int, exact: int) -> int:
+    """One tensor-parallel rank, one microbatch, forward and backward."""
+    model, moe, size = config.model, config.model.moe, config.parallel.tensor
+    tokens = config.train.micro_batch_size * model.seq_length
+    whole, part = (count * model.hidden_size * compute for count in (tokens, tokens // size))
+    # into a split layer and out of it: with the sequence in parts, a gather one way is a scattered sum the other way
+    one_way = whole + part if config.parallel.sequence_parallel else whole
+    total = 0
+    for layer in layers:
+        total += 2 * one_way  # attention
+        if not is_moe_layer(model, layer):
+            total += 2 * one_way
+            continue
+        if moe.num_shared_experts:
+            total += 2 * one_way
+        if not config.parallel.sequence_parallel:
+            total += 2 * part
+        if moe.sequence_balance_loss:
+            total += config.train.micro_batch_size * moe.num_experts * exact
+    if layers.start == 0:
+        total += one_way
+    if layers.stop == model.num_layers:
+        total += one_way + 3 * tokens * exact
+    return total
+
+
+def _expert_bytes(config: TrainConfig, layers: range, *, compute: int) -> int:
+    """One rank on average, one microbatch: counts, then rows there and back, forward and backward."""
+    model, moe = config.model, config.model.moe
+    tokens = config.train.micro_batch_size * model.seq_length // config.parallel.tensor
+    rows = 4 * tokens * moe.top_k * model.hidden_size * compute
+    return sum(moe.num_experts * _LONG + rows for layer in layers if is_moe_layer(model, layer))
+
+
+def _home_elements(layout: FlatLayout) -> int:
+    """Of one rank: parts of matrices on their way to be whole, and directions on their way back."""
+    count = 0
+    for run in layout.runs:
+        if run.homes is not None:
+            count += run.end - run.start + math.prod(run.state_shape)
+    return count
+
+
+def step_volumes(
+    config: TrainConfig,
+    schedule: PipelineSchedule,
+    layers_of_stages: Sequence[range],
+    layouts: Sequence[Sequence[FlatLayout]],
+    *,
+    compute: int,
+    exact: int,
+) -> dict[str, int]:
+    """Bytes by kind.
+
+    Args:
+        config: of the run.
+        schedule: of most of its steps.
+        layers_of_stages: layers of each stage.
+        layouts: of each stage, on each of the ranks that run it.
+        compute, exact: bytes of a number in the run's dtype, and in at least float32.
+    """
+    model, parallel, mesh = config.model, config.parallel, config.layout
+    replicas, microbatches = mesh.size(("data", "expert", "tensor")), config.num_microbatches
+    owners = schedule.rank_of_stage
+    crossings = 2 * sum(one != other for one, other in itertools.pairwise(owners))
+    parts = parallel.tensor if parallel.sequence_parallel else 1
+    message = config.train.micro_batch_size * (model.seq_length // parts) * model.hidden_size * compute
+    volumes = dict.fromkeys(
+        ("pipeline", "tensor", "experts", "gradients", "weights", "whole matrices", "expert loads", "norm", "tied"), 0
+    )
+    volumes["pipeline"] = crossings * microbatches * message * replicas
+    for layers, replicas_layouts in zip(layers_of_stages, layouts, strict=True):
+        if parallel.tensor > 1:
+            volumes["tensor"] += replicas * microbatches * _tensor_bytes(config, layers, compute=compute, exact=exact)
+        if parallel.expert > 1 and model.moe:
+            volumes["experts"] += replicas * microbatches * _expert_bytes(config, layers, compute=compute)
+        moe_layers = sum(is_moe_layer(model, layer) for layer in layers)
+        if replicas > 1 and moe_layers:
+            volumes["expert loads"] += replicas * (moe_layers * model.moe.num_experts + _NUM_LOSSES) * _LONG
+        for layout in replicas_layouts:
+            for bucket in layout.buckets:
+                if mesh.size(bucket.axes) > 1:
+                    volumes["gradients"] += bucket.size * exact
+                    volumes["weights"] += (bucket.owned.stop - bucket.owned.start) * compute
+            volumes["whole matrices"] += _home_elements(layout) * exact
+    if mesh.world_size > 1:
+        volumes["norm"] = mesh.world_size * NUM_TERMS * _LONG
+    if schedule.is_tied and owners[0] != owners[-1]:
+        for layout in itertools.chain(layouts[0], layouts[-1]):
+            bucket = layout.bucket_of("embedding.weight")
+            volumes["tied"] += (bucket.owned.stop - bucket.owned.start) * exact
+    return volumes

@@ -1,0 +1,107 @@
+"""What each rank of a layout holds, from shapes alone: layers, parameters, their flat layout, what a schedule needs."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from megaasync.config.pipeline import phases_of
+from megaasync.config.schema import TrainConfig
+from megaasync.distributed.sharding import Shape, Sharding
+from megaasync.models.activations import ActivationSizes
+from megaasync.models.initialize import Part
+from megaasync.models.partition import deal_layers
+from megaasync.models.sharding import sharding_of
+from megaasync.models.transformer import TIED_PARAMETER, stage_shapes
+from megaasync.nn.precision import at_least_float32
+from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.routing import Route, route_parameters
+from megaasync.schedules import Phase, PipelineSchedule, holdings
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+REPLICAS = ("data", "expert", "tensor")  # the axes whose ranks run the same stages
+
+
+@dataclass(frozen=True, slots=True)
+class StageNeeds:
+    """What each stage must hold, over all phases of a run: weight versions, gradient sums, microbatches in flight."""
+
+    versions: tuple[int, ...]
+    gradient_buffers: tuple[int, ...]
+    activations: tuple[int, ...]
+
+
+def needs_of(phases: tuple[Phase, ...]) -> StageNeeds:
+    """The most that any phase needs."""
+    figures = [holdings(phase.schedule) for phase in phases]
+
+    def most(name: str) -> tuple[int, ...]:
+        return tuple(max(column) for column in zip(*(getattr(one, name) for one in figures), strict=True))
+
+    return StageNeeds(most("versions"), most("gradient_buffers"), most("activations"))
+
+
+def layers_of_stages(config: TrainConfig) -> tuple[range, ...]:
+    """Layers of each stage, as the config deals them."""
+    num_stages = phases_of(config)[0].schedule.num_stages
+    return deal_layers(config.model, num_stages=num_stages, layers_per_stage=config.parallel.layers_per_stage)
+
+
+def activation_sizes(config: TrainConfig) -> ActivationSizes:
+    """What the bytes of activations depend on."""
+    dtype = DTYPES[config.train.dtype]
+    return ActivationSizes(
+        tokens=config.train.micro_batch_size * config.model.seq_length,
+        compute=dtype.itemsize,
+        exact=at_least_float32(dtype).itemsize,
+        tensor=config.parallel.tensor,
+        sequence_parallel=config.parallel.sequence_parallel,
+        expert=config.parallel.expert,
+    )
+
+
+class StageSizes:
+    """One stage of a layout.
+
+    Attributes:
+        layers: of the whole model.
+        tied: name of the embedding, if this stage shares it with another one.
+    """
+
+    def __init__(self, config: TrainConfig, schedule: PipelineSchedule, *, index: int) -> None:
+        self._config = config
+        self.layers = layers_of_stages(config)[index]
+        is_end = index in (0, schedule.num_stages - 1)
+        self.tied = TIED_PARAMETER if schedule.is_tied and is_end else None
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """Of the whole parameters, by name."""
+        return stage_shapes(self._config.model, self.layers)
+
+    @cached_property
+    def shardings(self) -> dict[str, Sharding]:
+        """By name."""
+        in_parts = self._config.parallel.sequence_parallel
+        return {name: sharding_of(name, sequence_parallel=in_parts) for name in self.shapes}
+
+    @cached_property
+    def routes(self) -> dict[str, Route]:
+        """By name."""
+        return route_parameters(self.shapes, self._config.optimizer)
+
+    def parts(self, *, rank: int) -> dict[str, Part]:
+        """What a rank has of each parameter."""
+        mesh = self._config.layout
+        return {name: self.shardings[name].local_ranges(s, mesh, rank=rank) for name, s in self.shapes.items()}
+
+    def flat_layout(self, *, rank: int) -> FlatLayout:
+        """Of a rank."""
+        return FlatLayout(
+            {name: tuple(map(len, part)) for name, part in self.parts(rank=rank).items()},
+            self.routes,
+            shardings=self.shardings,
+            mesh=self._config.layout,
+            rank=rank,
+            alone=() if self.tied is None else (self.tied,),
+        )
