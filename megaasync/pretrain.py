@@ -22,7 +22,7 @@ from megaasync.observe.run_files import read_metrics, write_json, write_text
 from megaasync.pipeline import TrainingError
 
 
-def _resolve_data(config: TrainConfig, plain: dict[str, Any], environment: RankEnvironment | None) -> TrainConfig:
+def resolve_data(config: TrainConfig, plain: dict[str, Any], environment: RankEnvironment | None) -> TrainConfig:
     """Make `parallel.data=auto` the number of ranks that the other axes leave, here and in the plain config."""
     if config.parallel.data != "auto":
         return config
@@ -108,7 +108,7 @@ def pretrain(plain: dict[str, Any]) -> None:
     folder = environment = None
     try:
         environment = launched_environment()
-        config = validate(_resolve_data(read(TrainConfig, plain), plain, environment))
+        config = validate(resolve_data(read(TrainConfig, plain), plain, environment))
         if config.dry_run:
             _print_plan(config)
             return

@@ -272,11 +272,11 @@ RULES: tuple[Callable[[TrainConfig], None], ...] = (
     check_layout,
     check_tensor,
     check_expert_parallel,
+    check_cluster,
     check_batch,
     check_schedule,
     check_optimizer,
     check_lr_schedule,
-    check_cluster,
     check_data,
 )
 

@@ -95,8 +95,7 @@ class TokenDispatcher:
             return Dispatched(rows_RD, counts_E, order_R, None)
         sent_XE = counts_E.view(self._group.size, -1)
         received_XE = self._group.exchange(sent_XE)
-        sizes_2X = torch.stack([sent_XE.sum(dim=1), received_XE.sum(dim=1)]).tolist()
-        sent_sizes, received_sizes = sizes_2X
+        sent_sizes, received_sizes = self.split_sizes(sent_XE, received_XE)
         arrived_RD = all_to_all(rows_RD, self._group, received_sizes=received_sizes, sent_sizes=sent_sizes)
         # they come by rank and, from each, by expert; wanted by expert
         here = received_XE.shape[1]
@@ -108,6 +107,11 @@ class TokenDispatcher:
         return Dispatched(
             sorted_RD, received_XE.sum(dim=0), order_R, _Exchange(sent_sizes, received_sizes, by_expert_R)
         )
+
+    def split_sizes(self, sent_XE: Tensor, received_XE: Tensor) -> tuple[list[int], list[int]]:
+        """Rows to and from each rank; the one place where the host waits for the device."""
+        sent, received = torch.stack([sent_XE.sum(dim=1), received_XE.sum(dim=1)]).tolist()
+        return sent, received
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched, weights_TK: Tensor) -> Tensor:
         """[T, D]: the sum of each token's experts' outputs by their weights; dropped choices add nothing."""

@@ -60,7 +60,7 @@ def one_expert_rank(environment, config, favourites):
 
 
 def test_all_tokens_to_one_expert():
-    """Expert 0 in the first two steps, expert 1 in the others; experts 2 and 3, on the other rank, are never touched."""
+    """Expert 0 in the first two steps, then expert 1; experts 2 and 3, on the other rank, are never touched."""
     config = config_of(
         (1, 2, 1, 1),
         steps=4,

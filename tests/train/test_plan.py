@@ -1,0 +1,195 @@
+"""The plan against counts made another way: parameters, activations on fake tensors, operations, warnings, time."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megaasync.data.microbatches import Microbatch
+from megaasync.models.flops import flops_per_token
+from megaasync.models.transformer import DecoderStage
+from megaasync.train.plan import make_plan, render_plan
+from tests.support.cli import REPOSITORY, environment, pretrain
+from tests.support.configs import BALANCED, small_config
+
+PAPER = ("dry_run=true", "experiment=paper_10b_moe", "cluster=slurm", "cluster.nodes=8")
+
+# Whatever a plan's limit counts, this prints the largest resident size of the command after it.
+PEAK = """import resource, subprocess, sys
+code = subprocess.call(sys.argv[1:])
+print("peak", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(code)"""
+
+
+def test_the_10b_plan_on_a_laptop(tmp_path):
+    """Under 30 s and 4 GiB; parameters counted here from the shape's own numbers."""
+    start = time.perf_counter()
+    ran = subprocess.run(
+        [sys.executable, "-c", PEAK, sys.executable, "-m", "megaasync.pretrain", *PAPER, f"run.dir={tmp_path}"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert time.perf_counter() - start < 30
+    assert int(ran.stdout.rsplit(maxsplit=1)[-1]) < 4 * 2**20  # KiB
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    hidden, layers, experts, width = 2048, 26, 64, 960
+    attention = hidden * 128 * (2 * 16 + 2 * 4)
+    moe = experts * 3 * hidden * width + 3 * hidden * width + experts * hidden
+    dense = 3 * hidden * 6720
+    norms = (2 * layers + 1) * hidden
+    total = 2 * 49152 * hidden + layers * attention + (layers - 1) * moe + dense + norms
+    assert plan["total_parameters"] == total
+    assert 9.5e9 < total < 10.5e9
+    assert plan["active_parameters"] == total - (layers - 1) * (experts - 6) * 3 * hidden * width
+    assert 1.2e9 < plan["active_parameters"] < 2e9
+    assert plan["world_size"] == 64
+    assert plan["tokens"] == pytest.approx(200e9, rel=1e-4)
+    assert "over 1f1b  per rank, by stage:" in ran.stdout
+    assert not plan["warnings"]
+
+
+@pytest.mark.parametrize("nodes", [16, 32])
+def test_the_same_on_more_nodes(tmp_path, nodes):
+    ran = pretrain(*PAPER[:-1], f"cluster.nodes={nodes}", f"run.dir={tmp_path}", cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["world_size"] == 8 * nodes
+    assert not plan["warnings"]
+    assert all(stage["slack"] > 0 for stage in plan["stages"])
+
+
+def test_wrong_layouts_for_a_cluster(tmp_path):
+    for arguments, words in (
+        ((*PAPER, "parallel.data=3"), ("cluster.nodes=8", "96 ranks", "parallel.data=auto")),
+        ((*PAPER, "parallel.pipeline=7"), ("parallel.data=auto", "56 does not divide", "64 GPUs")),
+        (PAPER[1:], ("cluster=slurm", "dry_run=true")),
+    ):
+        ran = pretrain(*arguments, cwd=tmp_path)
+        assert ran.status == 2
+        for word in words:
+            assert word in ran.message, (arguments, ran.message)
+        assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"model__moe": None, "model__tie_embeddings": True},
+        {"parallel__tensor": 2, "parallel__sequence_parallel": True},
+        {"parallel__tensor": 2},
+        {"parallel__expert": 2, "parallel__data": 2, **BALANCED},
+        {"parallel__tensor": 2, "model__moe": None, "parallel__sequence_parallel": True},
+    ],
+    ids=["experts", "dense", "sequence parallel", "tensor", "expert", "dense sequence parallel"],
+)
+def test_memory_is_what_fake_tensors_hold(overrides):
+    """Weights, gradients, masters and states exactly or nearly; activations within a twentieth."""
+    sys.path.insert(0, str(REPOSITORY / "tools"))
+    from measure_plan import measure_rank, planned_rank
+
+    config = (
+        small_config(
+            train__dtype="bfloat16",
+            parallel__pipeline=2,
+            model__hidden_size=64,
+            model__ffn_hidden_size=192,
+            model__seq_length=32,
+            model__moe__ffn_hidden_size=64,
+            model__vocab_size=512,
+            train__global_batch_size=16,
+            **overrides,
+        )
+        if "model__moe" not in overrides
+        else small_config(
+            train__dtype="bfloat16",
+            parallel__pipeline=2,
+            model__hidden_size=64,
+            model__ffn_hidden_size=192,
+            model__seq_length=32,
+            model__vocab_size=512,
+            **overrides,
+        )
+    )
+    for rank in (0, config.world_size - 1):
+        planned, measured = planned_rank(config, rank), measure_rank(config, rank)
+        for kind in ("weights", "gradients"):
+            assert planned[kind] == measured[kind], kind
+        for kind in ("master", "optimizer_state"):  # the plan's is of the rank that holds most
+            assert measured[kind] <= planned[kind] <= 1.25 * measured[kind], kind
+        assert planned["activations"] == pytest.approx(measured["activations"], rel=0.05)
+
+
+@pytest.mark.parametrize("moe", [True, False])
+def test_operations_are_those_of_the_products(moe):
+    """torch's own counter on one forward and backward; it counts attention whole, we count the causal half."""
+    config = small_config(**({} if moe else {"model__moe": None})).model
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = DecoderStage(config, range(config.num_layers))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    tokens = torch.randint(config.vocab_size, (2, config.seq_length))
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(None, Microbatch(tokens, tokens, torch.ones_like(tokens, dtype=torch.bool))).backward()
+    half_of_attention = 3 * config.num_layers * 2 * config.seq_length * config.hidden_size
+    expected = counter.get_total_flops() / tokens.numel() - half_of_attention
+    assert flops_per_token(config) == pytest.approx(expected, rel=1e-6)
+
+
+def test_operations_do_not_depend_on_the_layout():
+    plain = make_plan(small_config())
+    for overrides in ({"parallel__tensor": 2}, {"parallel__expert": 2, "parallel__pipeline": 2}):
+        plan = make_plan(small_config(**overrides))
+        for name in ("flops_per_token", "total_parameters", "active_parameters", "tokens_per_step"):
+            assert plan[name] == plain[name]
+
+
+def test_a_tied_embedding_is_one_parameter():
+    whole, split = (make_plan(small_config(model__tie_embeddings=True, parallel__pipeline=p)) for p in (1, 2))
+    assert whole["total_parameters"] == split["total_parameters"]
+    assert sum(stage["parameters"] for stage in split["stages"]) == whole["total_parameters"] + 64 * 16
+
+
+def test_what_does_not_fit_or_hide_is_said():
+    cluster = {"cluster__gpu_memory_gib": 0.001, "cluster__gpu_tflops": 100.0, "cluster__network_gbytes": 1e-4}
+    plan = make_plan(small_config(parallel__pipeline=2, parallel__data=2, **cluster))
+    text = render_plan(plan)
+    assert any("more than cluster.gpu_memory_gib=0.001" in warning for warning in plan["warnings"])
+    assert any("the pipeline will wait" in warning for warning in plan["warnings"])
+    assert text.count("WARNING") == len(plan["warnings"]) == 4
+    assert make_plan(small_config(parallel__pipeline=2))["warnings"] == []
+
+
+def test_the_measuring_tool(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, str(Path(REPOSITORY) / "tools" / "measure_plan.py"), *PAPER[1:]],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "rank 63 of 64" in ran.stdout
+    refused = subprocess.run(
+        [sys.executable, str(Path(REPOSITORY) / "tools" / "measure_plan.py"), "model=tiny_moe"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert refused.returncode == 2
+    assert "set train.dtype=bfloat16" in refused.stderr
