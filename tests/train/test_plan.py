@@ -80,6 +80,7 @@ def test_wrong_layouts_for_a_cluster(tmp_path):
         assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -97,28 +98,17 @@ def test_memory_is_what_fake_tensors_hold(overrides):
     sys.path.insert(0, str(REPOSITORY / "tools"))
     from measure_plan import measure_rank, planned_rank
 
-    config = (
-        small_config(
-            train__dtype="bfloat16",
-            parallel__pipeline=2,
-            model__hidden_size=64,
-            model__ffn_hidden_size=192,
-            model__seq_length=32,
-            model__moe__ffn_hidden_size=64,
-            model__vocab_size=512,
-            train__global_batch_size=16,
-            **overrides,
-        )
-        if "model__moe" not in overrides
-        else small_config(
-            train__dtype="bfloat16",
-            parallel__pipeline=2,
-            model__hidden_size=64,
-            model__ffn_hidden_size=192,
-            model__seq_length=32,
-            model__vocab_size=512,
-            **overrides,
-        )
+    experts = {} if "model__moe" in overrides else {"model__moe__ffn_hidden_size": 64}
+    config = small_config(
+        train__dtype="bfloat16",
+        parallel__pipeline=2,
+        model__hidden_size=64,
+        model__ffn_hidden_size=192,
+        model__seq_length=32,
+        model__vocab_size=512,
+        train__global_batch_size=16,
+        **experts,
+        **overrides,
     )
     for rank in (0, config.world_size - 1):
         planned, measured = planned_rank(config, rank), measure_rank(config, rank)
@@ -163,10 +153,10 @@ def test_a_tied_embedding_is_one_parameter():
 
 
 def test_what_does_not_fit_or_hide_is_said():
-    cluster = {"cluster__gpu_memory_gib": 0.001, "cluster__gpu_tflops": 100.0, "cluster__network_gbytes": 1e-4}
+    cluster = {"cluster__gpu_memory_gib": 1e-5, "cluster__gpu_tflops": 100.0, "cluster__network_gbytes": 1e-4}
     plan = make_plan(small_config(parallel__pipeline=2, parallel__data=2, **cluster))
     text = render_plan(plan)
-    assert any("more than cluster.gpu_memory_gib=0.001" in warning for warning in plan["warnings"])
+    assert any("more than cluster.gpu_memory_gib=1e-05" in warning for warning in plan["warnings"])
     assert any("the pipeline will wait" in warning for warning in plan["warnings"])
     assert text.count("WARNING") == len(plan["warnings"]) == 4
     assert make_plan(small_config(parallel__pipeline=2))["warnings"] == []
