@@ -1,5 +1,6 @@
 """Rank 0's outputs: metrics.jsonl, the tracker, the progress line, and at the end summary, trace and report."""
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import TrainConfig
+from megaasync.models.flops import utilisation
 from megaasync.observe.progress import Progress
 from megaasync.observe.report import metric_curves, render_facts, render_page, show
 from megaasync.observe.run_files import MetricsFile, read_metrics, write_json, write_text
@@ -89,6 +91,12 @@ class RunOutput:
     def _summary(self, outcome: TrainOutcome) -> dict[str, Any]:
         bubble = outcome.timeline.bubble(num_steps=outcome.steps)
         edges = outcome.timeline.edges(num_steps=outcome.steps)
+        reached, share = utilisation(
+            self._config.model,
+            tokens_per_second=outcome.tokens_per_second or 0.0,
+            ranks=self._config.world_size,
+            device_name=outcome.device_name,
+        )
         return {
             "status": outcome.status,
             "steps": outcome.steps,
@@ -96,6 +104,8 @@ class RunOutput:
             "train_loss": outcome.train_loss,
             "val_loss": outcome.val_loss,
             "tokens_per_second": outcome.tokens_per_second,
+            "tflops_per_rank": reached or None,
+            "mfu": share if math.isfinite(share) and reached else None,
             "schedule": self._config.schedule.name,
             "correction": self._config.correction.name,
             "bubble_planned": self._plan["bubble"],

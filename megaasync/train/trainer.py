@@ -41,6 +41,7 @@ class TrainOutcome:
         tokens_per_second: between the first and the last step, evaluations left out.
         peak_memory_bytes: of the rank that used most; on ranks other than 0, this rank's.
         timeline: measured, all ranks; on ranks other than 0, this rank's.
+        device_name: of this rank's device.
     """
 
     status: str
@@ -51,6 +52,7 @@ class TrainOutcome:
     tokens_per_second: float | None
     peak_memory_bytes: int
     timeline: Timeline
+    device_name: str
 
 
 def _peak_memory() -> int:
@@ -219,4 +221,5 @@ class Trainer:
             tokens_per_second=rate,
             peak_memory_bytes=max(part[2] for part in parts),
             timeline=merge([(part[0], part[1]) for part in parts]),
+            device_name=torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
         )

@@ -32,7 +32,7 @@ from megaasync.optim.routing import route_parameters
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.gradients import GradientBuffers
 from megaasync.pipeline.weight_versions import WeightVersions
-from megaasync.train.plan import DTYPES
+from megaasync.train.sizes import DTYPES
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)
