@@ -9,13 +9,11 @@ Rounds are alternated between the schedules; figures are medians. Writes bench.c
 
 import sys
 import time
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from bench.case import Case, Emulation, Measured
 from bench.emulated import costs_of, measure, planned, schedule_of
@@ -24,9 +22,9 @@ from bench.real import measure_timeline, real_config
 from bench.real import run_rank as run_real
 from bench.show import Line, print_table, rows_of, write_csv, write_png
 from bench.torch_schedules import TORCH_SCHEDULES, measure_emulated, run_emulated_rank, run_real_rank
-from megaasync.config import ConfigError, read
-from megaasync.entry.hydra_app import explain
-from megaasync.entry.spawn import Interrupted, RankFailed, spawn_ranks
+from command_line import one_message, read_pairs, wants_help
+from megaasync.config import ConfigError
+from megaasync.entry.spawn import spawn_ranks
 from megaasync.observe.trace import Timeline, merge
 from megaasync.schedules import SCHEDULES, ScheduleError, Span, build_schedule, render_svg, simulate
 
@@ -77,15 +75,13 @@ def read_arguments(arguments: list[str]) -> Bench:
     Raises:
         ConfigError: names key, value and remedy.
     """
-    given: dict[str, Any] = {one.name: one.default for one in fields(Bench) if one.default is not MISSING}
     listed = {"ranks", "microbatches_per_rank", "overrides"}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise ConfigError(f"{argument}: cannot be read as key=value")
-        parsed = yaml.safe_load(f"[{value}]")
-        given[key] = parsed if key in listed or (key == "schedules" and value != "all") else yaml.safe_load(value)
-    bench = read(Bench, given)
+
+    def parse(key: str, value: str) -> Any:
+        is_list = key in listed or (key == "schedules" and value != "all")
+        return yaml.safe_load(f"[{value}]" if is_list else value)
+
+    bench = read_pairs(Bench, arguments, parse=parse)
     known = {**SCHEDULES, **TORCH_SCHEDULES}
     for name in () if bench.schedules == "all" else bench.schedules:
         if name not in known:
@@ -207,51 +203,43 @@ def measure_setting(bench: Bench, cases: list[Case]) -> list[Line]:
     return lines
 
 
+def run(bench: Bench) -> None:
+    """Measure every setting, and write what there is after each."""
+    folder = Path(bench.out or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S"))
+    folder.mkdir(parents=True, exist_ok=True)
+    all_rows, settings = [], []
+    for num_ranks in bench.ranks:
+        for per_rank in bench.microbatches_per_rank:
+            cases = cases_of(bench, num_ranks=num_ranks, per_rank=per_rank)
+            if not cases:
+                print(
+                    f"P = {num_ranks}, m = {num_ranks * per_rank or 1}: none of the schedules is defined",
+                    flush=True,
+                )
+                continue
+            lines = measure_setting(bench, cases)
+            rows = rows_of(lines)
+            title = f"{bench.mode} compute, P = {num_ranks}, m = {num_ranks * per_rank or 1}"
+            unit = "tokens" if bench.mode == "real" else "microbatches"
+            print_table(f"{title}, medians of {bench.rounds}", rows, unit=unit)
+            for line in lines if bench.timelines and bench.mode == "emulated" else ():
+                if line.case.engine == "megaasync":
+                    draw_timelines(bench, line.case, folder)
+            all_rows += [{"mode": bench.mode, **row} for row in rows]
+            settings.append((title, rows))
+            write_csv(folder / "bench.csv", all_rows)  # after every setting: an interrupt keeps what there is
+            write_png(folder / "bench.png", settings)
+    if not settings:
+        raise ConfigError("schedules: nothing to measure at these sizes")
+    print(f"{folder / 'bench.csv'}\n{folder / 'bench.png'}")
+
+
 def main() -> None:
     """Entry point."""
-    if any(one in ("-h", "--help") for one in sys.argv[1:]):
-        print(__doc__)
-        print(Bench.__doc__)
+    if wants_help(Bench, __doc__):
         return
-    try:
-        bench = read_arguments(sys.argv[1:])
-        folder = Path(bench.out or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S"))
-        folder.mkdir(parents=True, exist_ok=True)
-        all_rows, settings = [], []
-        for num_ranks in bench.ranks:
-            for per_rank in bench.microbatches_per_rank:
-                cases = cases_of(bench, num_ranks=num_ranks, per_rank=per_rank)
-                if not cases:
-                    print(
-                        f"P = {num_ranks}, m = {num_ranks * per_rank or 1}: none of the schedules is defined",
-                        flush=True,
-                    )
-                    continue
-                lines = measure_setting(bench, cases)
-                rows = rows_of(lines)
-                title = f"{bench.mode} compute, P = {num_ranks}, m = {num_ranks * per_rank or 1}"
-                unit = "tokens" if bench.mode == "real" else "microbatches"
-                print_table(f"{title}, medians of {bench.rounds}", rows, unit=unit)
-                for line in lines if bench.timelines and bench.mode == "emulated" else ():
-                    if line.case.engine == "megaasync":
-                        draw_timelines(bench, line.case, folder)
-                all_rows += [{"mode": bench.mode, **row} for row in rows]
-                settings.append((title, rows))
-                write_csv(folder / "bench.csv", all_rows)  # after every setting: an interrupt keeps what there is
-                write_png(folder / "bench.png", settings)
-        if not settings:
-            raise ConfigError("schedules: nothing to measure at these sizes")
-        print(f"{folder / 'bench.csv'}\n{folder / 'bench.png'}")
-    except RankFailed as error:
-        print(error.details, file=sys.stderr)
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except (ConfigError, OSError, HydraException, OmegaConfBaseException) as error:
-        message = str(error) if isinstance(error, ConfigError | OSError) else f"overrides: {explain(error)}"
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except (Interrupted, KeyboardInterrupt):
-        raise SystemExit(130) from None
+    with one_message():
+        run(read_arguments(sys.argv[1:]))
 
 
 if __name__ == "__main__":

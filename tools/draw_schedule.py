@@ -7,19 +7,18 @@ A rank of an interleaved schedule, zbv or wpipe holds several stages; `stages` c
 """
 
 import sys
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from megaasync.config import ConfigError, did_you_mean, listed, read
+from command_line import one_message, read_pairs, wants_help
+from megaasync.config import ConfigError, did_you_mean, listed
 from megaasync.observe.timeline_png import write_timeline_png
 from megaasync.observe.trace import Timeline, read_chrome_trace
 from megaasync.schedules import (
     SCHEDULES,
     Costs,
-    ScheduleError,
     ScheduleReport,
     Span,
     build_schedule,
@@ -71,13 +70,8 @@ def read_arguments(arguments: list[str]) -> Drawing:
     Raises:
         ConfigError: names key, value and remedy.
     """
-    given: dict[str, Any] = {one.name: one.default for one in fields(Drawing) if one.default is not MISSING}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise ConfigError(f"{argument}: cannot be read as key=value")
-        given[key] = value if key in ("schedule", "trace", "out") else yaml.safe_load(value)
-    drawing = read(Drawing, given)
+    texts = ("schedule", "trace", "out")
+    drawing = read_pairs(Drawing, arguments, parse=lambda key, value: value if key in texts else yaml.safe_load(value))
     if drawing.schedule not in SCHEDULES:
         near = did_you_mean(drawing.schedule, SCHEDULES)
         raise ConfigError(f"schedule={drawing.schedule}: unknown schedule{near}; choose {listed(SCHEDULES)}")
@@ -193,16 +187,11 @@ def draw_measured(drawing: Drawing) -> None:
 
 def main() -> None:
     """Entry point."""
-    if any(one in ("-h", "--help") for one in sys.argv[1:]):
-        print(__doc__)
-        print(Drawing.__doc__)
+    if wants_help(Drawing, __doc__):
         return
-    try:
+    with one_message():
         drawing = read_arguments(sys.argv[1:])
         (draw_planned if drawing.trace is None else draw_measured)(drawing)
-    except (ConfigError, ScheduleError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Schedules that never empty the pipeline, or not for all stages: `2bw`, `interleaved_2bw`, `pipedream`, `wpipe`."""
 
 from megaasync.schedules.action import Action, Op
-from megaasync.schedules.orders import check_extra, chunked, looping, merge_flushed, merge_unending, with_hand_in
+from megaasync.schedules.orders import check_extra, chunked, looped, merge_flushed, merge_unending, with_hand_in
 from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
 
 
@@ -70,16 +70,15 @@ def _stream(
         fills.append(tuple(fill))
         steady.append(with_hand_in(step, [rank]))
         limits.append(ahead + 1)
-    return PipelineSchedule(
-        name=name,
+    return looped(
+        name,
         num_ranks=num_ranks,
-        num_stages=num_ranks,
+        chunks=1,
         num_microbatches=num_microbatches,
-        rank_of_stage=looping(num_ranks, 1),
-        delay=tuple(delays),
-        fill=tuple(fills),
-        steady=tuple(steady),
-        in_flight=tuple(limits),
+        delay=delays,
+        steady=steady,
+        in_flight=limits,
+        fill=fills,
         clip=clip,
     )
 
@@ -135,16 +134,15 @@ def interleaved_2bw(
         fills.append(tuple(fill))
         steady.append(with_hand_in(step, range(rank, num_ranks * chunks, num_ranks)))
         limits.append(ahead + 1)
-    return PipelineSchedule(
-        name="interleaved_2bw",
+    return looped(
+        "interleaved_2bw",
         num_ranks=num_ranks,
-        num_stages=num_ranks * chunks,
+        chunks=chunks,
         num_microbatches=num_microbatches,
-        rank_of_stage=looping(num_ranks, chunks),
         delay=(1,) * (num_ranks * chunks),
-        fill=tuple(fills),
-        steady=tuple(steady),
-        in_flight=tuple(limits),
+        steady=steady,
+        in_flight=limits,
+        fill=fills,
     )
 
 
@@ -172,14 +170,13 @@ def wpipe(*, num_ranks: int, num_microbatches: int, chunks: int = 2, extra_in_fl
         fills.append(tuple(Action(Op.F, first, 0, k) for k in numbers))
         steady.append(with_hand_in(merge_flushed(forwards, backwards, ahead=ahead), [first, second]))
         limits.append(num_microbatches + min(ahead + 1, 2 * num_microbatches))
-    return PipelineSchedule(
-        name="wpipe",
+    return looped(
+        "wpipe",
         num_ranks=num_ranks,
-        num_stages=2 * num_ranks,
+        chunks=2,
         num_microbatches=num_microbatches,
-        rank_of_stage=looping(num_ranks, 2),
         delay=(1,) * num_ranks + (0,) * num_ranks,
-        fill=tuple(fills),
-        steady=tuple(steady),
-        in_flight=tuple(limits),
+        steady=steady,
+        in_flight=limits,
+        fill=fills,
     )

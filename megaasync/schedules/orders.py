@@ -5,9 +5,10 @@ ahead + k stands just before backward number k.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from megaasync.schedules.action import Action, Op
-from megaasync.schedules.schedule import ScheduleError
+from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
 
 
 def merge_flushed(forwards: Sequence[Action], backwards: Sequence[Action], *, ahead: int) -> list[Action]:
@@ -90,6 +91,28 @@ def check_extra(name: str, *, num_ranks: int, extra_in_flight: int) -> None:
         )
 
 
-def looping(num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """Ranks of the stages when stage s is on rank s mod P."""
-    return tuple(stage % num_ranks for stage in range(num_ranks * chunks))
+def looped(
+    name: str,
+    *,
+    num_ranks: int,
+    chunks: int,
+    num_microbatches: int,
+    delay: Sequence[int],
+    steady: Sequence[tuple[Action, ...]],
+    in_flight: Sequence[int],
+    fill: Sequence[tuple[Action, ...]] | None = None,
+    clip: Literal["global", "stage"] = "global",
+) -> PipelineSchedule:
+    """A schedule whose stage s is on rank s mod P; the arguments are PipelineSchedule's."""
+    return PipelineSchedule(
+        name=name,
+        num_ranks=num_ranks,
+        num_stages=num_ranks * chunks,
+        num_microbatches=num_microbatches,
+        rank_of_stage=tuple(stage % num_ranks for stage in range(num_ranks * chunks)),
+        delay=tuple(delay),
+        fill=((),) * num_ranks if fill is None else tuple(fill),
+        steady=tuple(steady),
+        in_flight=tuple(in_flight),
+        clip=clip,
+    )

@@ -1,6 +1,7 @@
 """A timeline as text and as SVG: planned (simulated spans) or measured (traced spans)."""
 
 import colorsys
+import textwrap
 from html import escape
 
 from megaasync.schedules.action import COMPUTE_OPS, Action, Op
@@ -38,6 +39,7 @@ def render_text(schedule: PipelineSchedule, *, num_steps: int) -> str:
 _HUES = (212, 28, 140, 280, 0, 180)
 _LIGHTNESS = {Op.F: 74, Op.B: 50, Op.I: 56, Op.W: 40}
 _ROW, _STRIP, _GAP, _LEFT, _WIDTH = 28, 9, 6, 62, 1100
+_LEGEND_LETTERS = 190  # that fit into the width
 
 
 def color_of(action: Action, *, num_ranks: int) -> str:
@@ -88,7 +90,8 @@ def render_svg(
     strip = _STRIP if any(span.beside and span.end > span.start for span in spans) else 0
     pitch = _ROW + strip + _GAP
     scale = (_WIDTH - _LEFT - 10) / max(end - start, 1e-12)
-    height = 30 + pitch * len(ranks) + 34
+    legend = textwrap.wrap(f"time ({unit}); {legend_of(spans)}", _LEGEND_LETTERS)
+    height = 30 + pitch * len(ranks) + 18 + 16 * len(legend)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
         f'font-size="11" role="img"><title>{escape(title)}</title>',
@@ -127,7 +130,8 @@ def render_svg(
         parts.append(
             f'<text x="{x:.1f}" y="{axis}" text-anchor="{anchor}" fill="#555">{(end - start) * tick / 5:.3g}</text>'
         )
-    parts.append(
-        f'<text x="{_LEFT}" y="{axis + 16}" fill="#555">time ({escape(unit)}); {escape(legend_of(spans))}</text></svg>'
-    )
-    return "".join(parts)
+    parts += [
+        f'<text x="{_LEFT}" y="{axis + 16 * line}" fill="#555">{escape(words)}</text>'
+        for line, words in enumerate(legend, 1)
+    ]
+    return "".join((*parts, "</svg>"))

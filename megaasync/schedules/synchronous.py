@@ -1,7 +1,7 @@
 """Schedules that empty the pipeline every step: `gpipe`, `1f1b`, `interleaved_1f1b`. Delay 0, one weight version."""
 
 from megaasync.schedules.action import Action, Op
-from megaasync.schedules.orders import check_extra, chunked, looping, merge_flushed, with_hand_in
+from megaasync.schedules.orders import check_extra, chunked, looped, merge_flushed, with_hand_in
 from megaasync.schedules.schedule import PipelineSchedule
 
 
@@ -39,16 +39,14 @@ def _one_chunk(name: str, num_ranks: int, num_microbatches: int, *, aheads: list
     for rank, ahead in enumerate(aheads):
         forwards, backwards = ([Action(op, rank, 0, k) for k in range(num_microbatches)] for op in (Op.F, Op.B))
         steady.append(with_hand_in(merge_flushed(forwards, backwards, ahead=ahead), [rank]))
-    return PipelineSchedule(
-        name=name,
+    return looped(
+        name,
         num_ranks=num_ranks,
-        num_stages=num_ranks,
+        chunks=1,
         num_microbatches=num_microbatches,
-        rank_of_stage=looping(num_ranks, 1),
         delay=(0,) * num_ranks,
-        fill=((),) * num_ranks,
-        steady=tuple(steady),
-        in_flight=tuple(min(ahead + 1, num_microbatches) for ahead in aheads),
+        steady=steady,
+        in_flight=[min(ahead + 1, num_microbatches) for ahead in aheads],
     )
 
 
@@ -78,14 +76,12 @@ def interleaved_1f1b(
         )
         steady.append(with_hand_in(order, range(rank, num_ranks * chunks, num_ranks)))
         limits.append(min(ahead + 1, chunks * num_microbatches))
-    return PipelineSchedule(
-        name="interleaved_1f1b",
+    return looped(
+        "interleaved_1f1b",
         num_ranks=num_ranks,
-        num_stages=num_ranks * chunks,
+        chunks=chunks,
         num_microbatches=num_microbatches,
-        rank_of_stage=looping(num_ranks, chunks),
         delay=(0,) * (num_ranks * chunks),
-        fill=((),) * num_ranks,
-        steady=tuple(steady),
-        in_flight=tuple(limits),
+        steady=steady,
+        in_flight=limits,
     )

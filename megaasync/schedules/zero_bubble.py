@@ -5,7 +5,7 @@ Weight gradients have no receiver, so they fill what would be bubble.
 
 from megaasync.schedules.action import Action, Op
 from megaasync.schedules.list_scheduling import Priority, list_schedule
-from megaasync.schedules.orders import looping, with_hand_in
+from megaasync.schedules.orders import looped, with_hand_in
 from megaasync.schedules.schedule import PipelineSchedule
 
 
@@ -34,15 +34,13 @@ def zb_h1(*, num_ranks: int, num_microbatches: int, chunks: int = 1, extra_in_fl
             order += weights[k - rank : k - rank + 1] if k >= rank else []
         order += weights[max(num_microbatches - rank, 0) :]
         steady.append(with_hand_in(order, [rank]))
-    return PipelineSchedule(
-        name="zb_h1",
+    return looped(
+        "zb_h1",
         num_ranks=num_ranks,
-        num_stages=num_ranks,
+        chunks=1,
         num_microbatches=num_microbatches,
-        rank_of_stage=looping(num_ranks, 1),
         delay=(0,) * num_ranks,
-        fill=((),) * num_ranks,
-        steady=tuple(steady),
+        steady=steady,
         in_flight=(min(num_ranks, num_microbatches),) * num_ranks,
     )
 
