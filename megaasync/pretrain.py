@@ -24,8 +24,9 @@ from megaasync.pipeline import TrainingError
 
 def resolve_data(config: TrainConfig, plain: dict[str, Any], environment: RankEnvironment | None) -> TrainConfig:
     """Make `parallel.data=auto` the number of ranks that the other axes leave, here and in the plain config."""
-    if config.parallel.data != "auto":
-        return config
+    parallel, counts = config.parallel, (config.cluster.nodes, config.cluster.gpus_per_node or 1)
+    if parallel.data != "auto" or min(parallel.tensor, parallel.expert, parallel.pipeline, *counts) < 1:
+        return config  # the rules will say what is wrong
     others, cluster = replace(config.layout, data=1).world_size, config.cluster
     if environment is not None:
         launched, where = environment.world_size, f"the WORLD_SIZE={environment.world_size} that was launched"

@@ -24,6 +24,10 @@ class Layout:
         """Ranks along some axes together."""
         return math.prod(getattr(self, axis) for axis in axes)
 
+    def effective(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of some axes that have more than one rank."""
+        return tuple(axis for axis in axes if getattr(self, axis) > 1)
+
     def _stride(self, axis: str) -> int:
         return math.prod(getattr(self, inner) for inner in AXES[AXES.index(axis) + 1 :])
 

@@ -126,8 +126,15 @@ def check_tensor(config: TrainConfig) -> None:
     """Every layer can be split over the tensor-parallel ranks."""
     size, model = config.parallel.tensor, config.model
     if size == 1:
+        if config.parallel.sequence_parallel:
+            raise ConfigError(
+                "parallel.sequence_parallel=true: there is no other rank to share a sequence with; set parallel.tensor "
+                "to 2 or more, or parallel.sequence_parallel=false"
+            )
         return
-    split = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "seq_length": model.seq_length}
+    split = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
+    if config.parallel.sequence_parallel or model.moe is not None:
+        split["seq_length"] = model.seq_length
     if model.moe is None or model.moe.first_dense_layers:
         split["ffn_hidden_size"] = model.ffn_hidden_size
     if model.moe is not None and model.moe.num_shared_experts:

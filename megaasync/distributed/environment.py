@@ -54,6 +54,15 @@ def launched_environment() -> RankEnvironment | None:
     return RankEnvironment(rank, world_size, local_rank, local_world, "env://")
 
 
+def prepare_cuda() -> None:
+    """Before CUDA starts: as many hardware queues as there are streams, which communicate side by side.
+
+    With fewer, a collective in the background and one of the layers could stand in one queue, in another order on
+    another rank, and wait for each other.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
 def cpu_count() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0))

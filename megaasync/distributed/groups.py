@@ -6,7 +6,7 @@ import torch
 from torch import distributed as dist
 
 from megaasync.config.schema import ConfigError
-from megaasync.distributed.environment import RankEnvironment, cpu_count
+from megaasync.distributed.environment import RankEnvironment, cpu_count, prepare_cuda
 
 
 def choose_device(name: str, *, local_rank: int) -> torch.device:
@@ -15,6 +15,7 @@ def choose_device(name: str, *, local_rank: int) -> torch.device:
     Raises:
         ConfigError: cuda was asked for and is not there.
     """
+    prepare_cuda()
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -5,6 +5,10 @@ A table by name, as the routing of the optimizer is; `models/transformer.py` mak
 
 from megaasync.distributed.sharding import Sharding
 
+# Axes over which gradients are summed, of all kinds of parameters.
+_DENSE, _OF_A_PART, _EXPERTS = ("data", "expert"), ("data", "expert", "tensor"), ("data", "tensor")
+REDUCTIONS = (_DENSE, _OF_A_PART, _EXPERTS)
+
 _COLUMN = (
     "embedding.weight",
     "head.weight",
@@ -26,13 +30,13 @@ def sharding_of(name: str, *, sequence_parallel: bool) -> Sharding:
     parallelism only.
     """
     if ".experts." in name:
-        return Sharding("expert", 0, ("data", "tensor"))
+        return Sharding("expert", 0, _EXPERTS)
     if name.endswith(_COLUMN):
-        return Sharding("tensor", 0, ("data", "expert"))
+        return Sharding("tensor", 0, _DENSE)
     if name.endswith(_ROW):
-        return Sharding("tensor", 1, ("data", "expert"))
+        return Sharding("tensor", 1, _DENSE)
     if ".router." in name or (name.endswith("norm.weight") and sequence_parallel):
-        return Sharding(None, 0, ("data", "expert", "tensor"))
+        return Sharding(None, 0, _OF_A_PART)
     if name.endswith("norm.weight"):
-        return Sharding(None, 0, ("data", "expert"))
+        return Sharding(None, 0, _DENSE)
     raise ValueError(f"parameter {name}: models/sharding.py does not say how it lies over the ranks")

@@ -84,11 +84,8 @@ class Router(nn.Module):
         logits_BSE = F.linear(x_BSD.to(exact), self.weight.to(exact))
         scores_BSE = logits_BSE.softmax(dim=-1) if config.score_function == "softmax" else logits_BSE.sigmoid()
         scores_TE = scores_BSE.flatten(0, 1)
-        if config.bias_update_rate:
-            experts_TK = (scores_TE + self.bias_E).topk(config.top_k, dim=-1).indices
-            weights_TK = scores_TE.gather(1, experts_TK)
-        else:
-            weights_TK, experts_TK = scores_TE.topk(config.top_k, dim=-1)
+        experts_TK = (scores_TE.detach() + self.bias_E).topk(config.top_k, dim=-1).indices
+        weights_TK = scores_TE.gather(1, experts_TK)
         if config.normalize_top_k:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         valid_BS = self._tensor.own_tokens(mask_BS)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NUM_LOSSES = 3
+NUM_LOSSES = 3  # that a router has beside the cross entropy
+NUM_FIGURES = 2 + NUM_LOSSES
 
 
 class ExpertBalance:
@@ -54,12 +55,12 @@ class ExpertBalance:
             return
         num_experts = self.bias_LE.shape[1]
         if self._step not in self._by_step:
-            length = self.bias_LE.numel() + _NUM_LOSSES
+            length = self.bias_LE.numel() + NUM_LOSSES
             self._by_step[self._step] = self.bias_LE.new_zeros(length, dtype=torch.float64)
         sums = self._by_step[self._step]
         sums[layer * num_experts : (layer + 1) * num_experts] += routing.counts_E
         if routing.losses_3 is not None:
-            sums[-_NUM_LOSSES:] += routing.losses_3.detach()
+            sums[-NUM_LOSSES:] += routing.losses_3.detach()
 
     def sums(self, step: int) -> Tensor:
         """[L E + 3] float64 of a batch: choices by layer and expert, losses; to be summed over ranks in place."""
@@ -67,19 +68,20 @@ class ExpertBalance:
 
     def _counts(self, step: int) -> Tensor:
         """[L, E]."""
-        return self._by_step[step][:-_NUM_LOSSES].view_as(self.bias_LE)
+        return self._by_step[step][:-NUM_LOSSES].view_as(self.bias_LE)
 
     def figures(self, step: int) -> Tensor:
         """[5] float64: over the layers, sum of the largest load over the mean load; number of layers; losses."""
         counts_LE = self._counts(step)
         largest = (counts_LE.amax(dim=1) / counts_LE.mean(dim=1).clamp_min(1e-30)).sum()
         layers = torch.full_like(largest, len(counts_LE))
-        return torch.cat([torch.stack([largest, layers]), self._by_step[step][-_NUM_LOSSES:]])
+        return torch.cat([torch.stack([largest, layers]), self._by_step[step][-NUM_LOSSES:]])
 
     def absorb(self, step: int, *, version: int) -> None:
         """Move biases against the loads of a batch, take its fractions, and write both to the slot of a version."""
-        counts_LE = self._counts(step)
-        del self._by_step[step]
+        counts_LE, sums = self._counts(step), self._by_step.pop(step)
+        if sums.is_cuda:  # made on the caller's stream and still to be read on this one
+            sums.record_stream(torch.cuda.current_stream(sums.device))
         total_L1 = counts_LE.sum(dim=1, keepdim=True)
         if self._rate:
             below_LE = torch.sign(counts_LE.mean(dim=1, keepdim=True) - counts_LE)

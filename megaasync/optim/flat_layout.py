@@ -22,7 +22,7 @@ from megaasync.distributed.sharding import Shape, Sharding
 from megaasync.optim.routing import Route
 from megaasync.optim.update_rule import UpdateRule
 
-ALIGNMENT = 64  # elements; keeps every run's start on a boundary that matmul kernels accept
+ALIGNMENT = 64  # elements; where buckets start, and runs of different rules or shapes in them, if nothing is cut
 _SCRATCH = 1 << 25  # elements that one part of a step takes; its scratch is up to five times that
 _WHOLE = Sharding(None, 0, ())
 
@@ -136,9 +136,9 @@ class _Matrix:
     cost: int  # of its Newton-Schulz, in multiples of p^2 q of the whole matrices
 
 
-def _deal(costs: Sequence[int], num_owners: int) -> list[int]:
-    """An owner for each cost: the largest first, each to the owner with the least so far."""
-    loads, owners = [0] * num_owners, [0] * len(costs)
+def _deal(costs: Sequence[int], loads: list[int]) -> list[int]:
+    """An owner for each cost: the largest first, each to the owner with the least so far; adds to their loads."""
+    num_owners, owners = len(loads), [0] * len(costs)
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
         owners[item] = min(range(num_owners), key=lambda owner: (loads[owner], owner))
         loads[owners[item]] += costs[item]
@@ -186,16 +186,19 @@ class FlatLayout:
         runs: list[Run] = []
         members: dict[tuple, list[str]] = {}
         for name in self.names:
-            sharding, route = self._shardings[name], routes[name]
+            sharding, is_matrix = self._shardings[name], routes[name].is_matrix_rule
+            axes, copies_over = map(self._mesh.effective, (sharding.reduced_over, sharding.copies_over))
+            is_stack = is_matrix and len(shapes[name]) == 3  # stacks can be cut, so they stay apart
             own = name if name in alone else None
-            members.setdefault((sharding.reduced_over, sharding.copies_over, route.is_matrix_rule, own), []).append(
-                name
-            )
+            members.setdefault((axes, copies_over, is_matrix, is_stack, own), []).append(name)
         self._bucket_of_alone: dict[str, Bucket] = {}
-        for (axes, copies_over, is_matrix, own), names in members.items():
+        self._loads: dict[tuple[str, ...], list[int]] = {}  # Newton-Schulz work of each share so far, by axes
+        # stacks first: what they leave uneven, whole matrices can make up for
+        for (axes, copies_over, is_matrix, _, own), names in sorted(members.items(), key=lambda one: not one[0][3]):
+            loads = self._loads.setdefault(axes, [0] * self._mesh.size(axes))
             place = self._place_matrices if is_matrix else self._place_elements
             index = self._mesh.index(rank, axes)
-            lengths, found = place(names, self._mesh.size(axes), index)
+            lengths, found = place(names, loads, index)
             ends = list(itertools.accumulate(lengths, initial=self.size))
             shares = tuple(slice(start, end) for start, end in itertools.pairwise(ends))
             bucket = Bucket(axes, shares, index, self.owned_size, self._mesh.size(copies_over))
@@ -210,7 +213,7 @@ class FlatLayout:
         rule, weight_decay, matrix_shape, homes = key
         return Run(rule, weight_decay, start, end, self.owned_size + start - share_start, matrix_shape, homes)
 
-    def _place_elements(self, names: list[str], num_shares: int, index: int) -> tuple[list[int], list[Run]]:
+    def _place_elements(self, names: list[str], loads: list[int], index: int) -> tuple[list[int], list[Run]]:
         """Put parameters of elementwise rules one after another; shares are equal and cut anywhere.
 
         Returns, as the other two do, the lengths of the shares and the runs of this rank's.
@@ -227,6 +230,7 @@ class FlatLayout:
                 at += math.prod(self._shapes[name])
             ends.append((key, start, at))
             at = _aligned(at)
+        num_shares = len(loads)
         share = _aligned(-(-(at - self.size) // num_shares))
         first = self.size + index * share
         runs = [
@@ -247,18 +251,20 @@ class FlatLayout:
         cost = math.prod(shape[:-2]) * max(whole) * min(whole) ** 2
         return _Matrix(name, math.prod(shape), (rows, cols), sharding.dim if is_split else None, cost)
 
-    def _place_matrices(self, names: list[str], num_shares: int, index: int) -> tuple[list[int], list[Run]]:
+    def _place_matrices(self, names: list[str], loads: list[int], index: int) -> tuple[list[int], list[Run]]:
         """Deal matrices and stacks of them to shares by their cost, and those split over tensor ranks to homes."""
         matrices = [self._matrix(name) for name in names]
-        if len({math.prod(matrix.shape) for matrix in matrices}) == 1 and all(one.dim is None for one in matrices):
-            return self._place_evenly(matrices, num_shares, index)
-        owners = _deal([matrix.cost for matrix in matrices], num_shares)
+        are_stacks = all(len(self._shapes[name]) == 3 for name in names)  # [E, rows, cols]
+        if are_stacks and len({tuple(sorted(one.shape)) for one in matrices}) == 1:
+            return self._place_evenly(matrices, loads, index)
+        num_shares = len(loads)
+        owners = _deal([matrix.cost for matrix in matrices], loads)
         used: list[int] = []
         plans: list[list[tuple[tuple, int, int]]] = []  # per share: key, start and end within it
         offsets: dict[str, tuple[int, int]] = {}
         for owner in range(num_shares):
             mine = [matrix for matrix, o in zip(matrices, owners, strict=True) if o == owner]
-            homes = _deal([m.cost if m.dim is not None else 0 for m in mine], self._mesh.tensor)
+            homes = _deal([m.cost if m.dim is not None else 0 for m in mine], [0] * self._mesh.tensor)
             groups: dict[tuple, list[tuple[int, _Matrix]]] = {}
             for matrix, home in zip(mine, homes, strict=True):
                 route = self._routes[matrix.name]
@@ -267,9 +273,10 @@ class FlatLayout:
             at, plan = 0, []
             for (rule, decay, shape, dim), group in groups.items():
                 start = at
-                for _, matrix in sorted(group, key=lambda pair: pair[0]):
+                for _, matrix in group:
                     offsets[matrix.name] = owner, at
                     at += matrix.size
+                # of equal matrices it does not matter which one goes to which home, only how many
                 counts = tuple(sum(home == one for home, _ in group) for one in range(self._mesh.tensor))
                 here = self._mesh.coordinate(self._rank, "tensor")
                 plan.append(((rule, decay, shape, None if dim is None else Homes(dim, counts, here)), start, at))
@@ -283,7 +290,7 @@ class FlatLayout:
         runs = [self._run(key, first + start, first + end, share_start=first) for key, start, end in plans[index]]
         return used, runs
 
-    def _place_evenly(self, matrices: list[_Matrix], num_shares: int, index: int) -> tuple[list[int], list[Run]]:
+    def _place_evenly(self, matrices: list[_Matrix], loads: list[int], index: int) -> tuple[list[int], list[Run]]:
         """Put matrices of one size, as experts are, one after another: shares are cut between any two of them."""
         groups: dict[tuple, list[_Matrix]] = {}
         for matrix in matrices:
@@ -291,7 +298,9 @@ class FlatLayout:
             groups.setdefault((route.rule, route.weight_decay, matrix.shape, None), []).append(matrix)
         size = math.prod(matrices[0].shape)
         count = sum(matrix.size for matrix in matrices) // size
-        lengths = [size * len(local_range(count, index=one, count=num_shares)) for one in range(num_shares)]
+        lengths = [size * len(local_range(count, index=one, count=len(loads))) for one in range(len(loads))]
+        for one, length in enumerate(lengths):
+            loads[one] += length // size * max(matrices[0].shape) * min(matrices[0].shape) ** 2
         first = self.size + sum(lengths[:index])
         end = first + lengths[index]
         at, runs = self.size, []
@@ -316,6 +325,22 @@ class FlatLayout:
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of a flat buffer, shaped, in the order of `names`."""
         return [flat[self.place_of(name)].view(shape) for name, shape in self._shapes.items()]
+
+    @property
+    def scratch_elements(self) -> int:
+        """Numbers that a step needs for a moment, about: five times what it takes at once.
+
+        That is a part of a run; of matrices that are split, all of a run, because their exchange is one.
+        """
+        most = 0
+        for run in self.runs:
+            part = max(
+                (math.prod(run.state_shape[1:]) * (one.stop - one.start) for one in parts_of(run.state_shape)),
+                default=0,
+            )
+            whole = 0 if run.homes is None else 3 * (run.end - run.start)
+            most = max(most, 5 * part + whole)
+        return most
 
     def copy_owned(self, owned: Tensor, flat: Tensor) -> None:
         """Fill a buffer of this rank's shares from one of all local parameters."""

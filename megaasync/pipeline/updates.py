@@ -19,13 +19,14 @@ from torch import Tensor
 from megaasync.distributed import TransportError
 from megaasync.distributed.rank_group import RankGroup
 from megaasync.observe.trace import Recorder
+from megaasync.optim.expert_balance import NUM_FIGURES
 from megaasync.pipeline import TrainingError
 from megaasync.pipeline.background import Background
 from megaasync.pipeline.stage import PipelineStage
 from megaasync.schedules import Action, Op, Phase
 
 # squares, loss sum, tokens, stops; then of the routers: largest loads, layers, three losses
-NUM_TERMS = 9
+NUM_TERMS = 4 + NUM_FIGURES
 
 
 @dataclass(frozen=True, slots=True)

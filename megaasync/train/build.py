@@ -21,6 +21,7 @@ from megaasync.distributed.mesh import Mesh
 from megaasync.distributed.p2p import TensorSpec
 from megaasync.distributed.rank_group import RankGroup
 from megaasync.models.initialize import initialize_
+from megaasync.models.sharding import REDUCTIONS
 from megaasync.models.transformer import DecoderStage, Splits
 from megaasync.nn.precision import at_least_float32
 from megaasync.nn.tensor_parallel import TensorParallel
@@ -92,7 +93,8 @@ class Groups:
 
 def make_groups(mesh: Mesh, schedule: PipelineSchedule) -> Groups:
     """All ranks make the same kinds of groups in the same order."""
-    pipeline = {name: mesh.new_group("pipeline").handle for name in group_names(schedule.rank_of_stage)}
+    messages = {name: mesh.new_group("pipeline").handle for name in group_names(schedule.rank_of_stage)}
+    reductions = dict.fromkeys(mesh.layout.effective(axes) for axes in (*REDUCTIONS, REPLICAS))
     return Groups(
         all=mesh.new_group(*AXES),
         norm=mesh.new_group(*AXES),
@@ -100,9 +102,28 @@ def make_groups(mesh: Mesh, schedule: PipelineSchedule) -> Groups:
         tensor=mesh.axis_group("tensor"),
         expert=mesh.axis_group("expert"),
         tensor_updates=mesh.new_group("tensor"),
-        updates={axes: mesh.new_group(*axes) for axes in (("data", "expert"), ("data", "tensor"), REPLICAS)},
-        messages=pipeline,
+        updates={axes: mesh.new_group(*axes) for axes in reductions},
+        messages=messages,
     )
+
+
+def connect_groups(groups: Groups, *, device: torch.device) -> None:
+    """One small collective in each group, all ranks in one order.
+
+    The first one in a group makes its connections, for which NCCL blocks the host: two threads that did so in two
+    groups could wait for each other.
+    """
+    ends = [] if groups.ends is None else [groups.ends]
+    for group in (
+        groups.all,
+        groups.norm,
+        *ends,
+        groups.tensor,
+        groups.expert,
+        groups.tensor_updates,
+        *groups.updates.values(),
+    ):
+        group.all_reduce(torch.zeros(1, device=device))
 
 
 def build_stage(
@@ -140,7 +161,7 @@ def build_stage(
         splits_backward=schedule.splits_backward,
         tied_parameter=sizes.tied,
         data_parallel=DataParallel(layout, groups.updates),
-        replicas=groups.updates[REPLICAS],
+        replicas=groups.updates[mesh.layout.effective(REPLICAS)],
         counts=mesh.coordinate("tensor") == 0,
         balance_rate=config.model.moe.bias_update_rate if config.model.moe else 0.0,
     )
@@ -175,6 +196,7 @@ def build_trainer(
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
     mesh = Mesh(config.layout, rank=environment.rank, device_type=device.type, timeout=timeout)
     groups = make_groups(mesh, schedule)
+    connect_groups(groups, device=device)
     rank, counts = mesh.coordinate("pipeline"), mesh.coordinate("tensor") == 0
     stages = [
         build_stage(config, schedule, needs, index=index, mesh=mesh, groups=groups, device=device)

@@ -1,6 +1,7 @@
 """What the ranks send in one step, by kind: bytes handed to each collective or message, summed over all ranks.
 
-What a rank hands in for itself counts too. A test counts the same on a running process group.
+What a rank hands in for itself counts too. A test counts the same on a running process group. With a capacity factor
+the experts' figure is an upper bound.
 """
 
 import itertools
@@ -8,13 +9,14 @@ import math
 from collections.abc import Sequence
 
 from megaasync.config.schema import TrainConfig
-from megaasync.models.transformer import is_moe_layer
+from megaasync.models.transformer import TIED_PARAMETER, is_moe_layer
+from megaasync.optim.expert_balance import NUM_LOSSES
 from megaasync.optim.flat_layout import FlatLayout
 from megaasync.pipeline.updates import NUM_TERMS
 from megaasync.schedules import PipelineSchedule
+from megaasync.train.sizes import REPLICAS
 
 _LONG = 8  # bytes of an int64 or a float64
-_NUM_LOSSES = 3
 
 
 def _tensor_bytes(config: TrainConfig, layers: range, *, compute: int, exact: int) -> int:
@@ -79,7 +81,7 @@ def step_volumes(
         compute, exact: bytes of a number in the run's dtype, and in at least float32.
     """
     model, parallel, mesh = config.model, config.parallel, config.layout
-    replicas, microbatches = mesh.size(("data", "expert", "tensor")), config.num_microbatches
+    replicas, microbatches = mesh.size(REPLICAS), config.num_microbatches
     owners = schedule.rank_of_stage
     crossings = 2 * sum(one != other for one, other in itertools.pairwise(owners))
     parts = parallel.tensor if parallel.sequence_parallel else 1
@@ -95,7 +97,7 @@ def step_volumes(
             volumes["experts"] += replicas * microbatches * _expert_bytes(config, layers, compute=compute)
         moe_layers = sum(is_moe_layer(model, layer) for layer in layers)
         if replicas > 1 and moe_layers:
-            volumes["expert loads"] += replicas * (moe_layers * model.moe.num_experts + _NUM_LOSSES) * _LONG
+            volumes["expert loads"] += replicas * (moe_layers * model.moe.num_experts + NUM_LOSSES) * _LONG
         for layout in replicas_layouts:
             for bucket in layout.buckets:
                 if mesh.size(bucket.axes) > 1:
@@ -104,8 +106,10 @@ def step_volumes(
             volumes["whole matrices"] += _home_elements(layout) * exact
     if mesh.world_size > 1:
         volumes["norm"] = mesh.world_size * NUM_TERMS * _LONG
+    if schedule.clip == "stage" and replicas > 1:
+        volumes["norm"] += replicas * schedule.num_stages * 2 * _LONG
     if schedule.is_tied and owners[0] != owners[-1]:
         for layout in itertools.chain(layouts[0], layouts[-1]):
-            bucket = layout.bucket_of("embedding.weight")
+            bucket = layout.bucket_of(TIED_PARAMETER)
             volumes["tied"] += (bucket.owned.stop - bucket.owned.start) * exact
     return volumes

@@ -79,13 +79,15 @@ class _Stage:
         sizes: its parameters.
         layouts: of each rank that runs it.
         state_elements: numbers of optimizer state, of the rank with most.
+        scratch_elements: numbers that a step needs for a moment, of the rank with most.
         per_microbatch: bytes of activations.
-        workspace: bytes needed for a moment.
+        workspace: bytes that the head needs for a moment.
     """
 
     sizes: StageSizes
     layouts: tuple[FlatLayout, ...]
     state_elements: int
+    scratch_elements: int
     per_microbatch: int
     workspace: int
 
@@ -104,6 +106,7 @@ def _make_stage(config: TrainConfig, schedule: PipelineSchedule, index: int, act
         sizes,
         layouts,
         max(map(_state_elements, layouts)),
+        max(layout.scratch_elements for layout in layouts),
         stage_bytes(config.model, layers, activations),
         head_workspace(config.model, activations) if is_last else 0,
     )
@@ -119,7 +122,7 @@ def _bytes_of(stage: _Stage, needs: StageNeeds, index: int, activations: Activat
         "master": owned * activations.exact,
         "optimizer_state": stage.state_elements * activations.exact,
         "activations": stage.per_microbatch * needs.activations[index],
-        "workspace": stage.workspace,
+        "workspace": stage.workspace + stage.scratch_elements * activations.exact,
     }
 
 
@@ -181,22 +184,38 @@ def _estimates(
     }
 
 
-def _warnings(config: TrainConfig, stages: list[dict[str, Any]]) -> list[str]:
+def _ranks_of(stages: list[dict[str, Any]], schedule: PipelineSchedule) -> list[dict[str, Any]]:
+    """Per pipeline rank the sums over its stages: bytes, of which only one stage at a time needs its workspace.
+
+    Its stages' updates are made one after another, in the slack of the stage that has least.
+    """
+    ranks = []
+    for rank in range(schedule.num_ranks):
+        mine = [stages[index] for index in schedule.stages_of(rank)]
+        spare = sum(one["bytes"]["workspace"] for one in mine) - max(one["bytes"]["workspace"] for one in mine)
+        line = {"rank": mine[0]["rank"], "stages": list(schedule.stages_of(rank))}
+        line["total_bytes"] = sum(one["total_bytes"] for one in mine) - spare
+        if mine[0]["seconds"]:
+            line["slack_seconds"] = min(one["seconds"]["slack"] for one in mine)
+            line["update_seconds"] = sum(one["seconds"]["reduction"] + one["seconds"]["step"] for one in mine)
+        ranks.append(line)
+    return ranks
+
+
+def _warnings(config: TrainConfig, ranks: list[dict[str, Any]], *, is_asynchronous: bool) -> list[str]:
     """What will not fit or not hide."""
-    found = []
-    limit = config.cluster.gpu_memory_gib
-    for stage in stages:
-        total, name = stage["total_bytes"], f"stage {stage['stage']}"
-        if limit is not None and total > limit * _GIB:
+    found, limit = [], config.cluster.gpu_memory_gib
+    for line in ranks:
+        name = f"rank {line['rank']} (stage {', '.join(map(str, line['stages']))})"
+        if limit is not None and line["total_bytes"] > limit * _GIB:
             found.append(
-                f"{name} needs {_size(total)} per rank, more than cluster.gpu_memory_gib={limit:g}; raise "
+                f"{name} needs {_size(line['total_bytes'])}, more than cluster.gpu_memory_gib={limit:g}; raise "
                 "parallel.pipeline, parallel.expert or parallel.tensor, or lower train.micro_batch_size"
             )
-        seconds = stage["seconds"]
-        if seconds and seconds["slack"] and seconds["reduction"] + seconds["step"] > seconds["slack"]:
+        if is_asynchronous and line.get("update_seconds", 0.0) > line.get("slack_seconds", 0.0):
             found.append(
-                f"{name}: reduction and step take about {seconds['reduction'] + seconds['step']:.3g} s, more than the "
-                f"slack of {seconds['slack']:.3g} s, so the pipeline will wait; raise train.global_batch_size"
+                f"{name}: reduction and step take about {line['update_seconds']:.3g} s, more than the slack of "
+                f"{line['slack_seconds']:.3g} s, so the pipeline will wait; raise train.global_batch_size"
             )
     return found
 
@@ -249,6 +268,7 @@ def make_plan(config: TrainConfig) -> dict[str, Any]:
                 "seconds": _estimates(config, stage, figures, index, activations),
             }
         )
+    ranks = _ranks_of(lines, schedule)
     volumes = step_volumes(
         config,
         schedule,
@@ -283,7 +303,8 @@ def make_plan(config: TrainConfig) -> dict[str, Any]:
             for (rule, role, decay), (tensors, parameters) in routing.items()
         ],
         "communication_bytes_per_step": volumes,
-        "warnings": _warnings(config, lines),
+        "ranks": ranks,
+        "warnings": _warnings(config, ranks, is_asynchronous=schedule.is_asynchronous),
     }
 
 
@@ -339,6 +360,9 @@ def render_plan(plan: Mapping[str, Any]) -> str:
     ]
     for stage in plan["stages"]:
         lines += _stage_lines(stage)
+    if len(plan["ranks"]) < len(plan["stages"]):
+        totals = ", ".join(f"rank {line['rank']} {_size(line['total_bytes'])}" for line in plan["ranks"])
+        lines.append(f"ranks      each holds several stages: {totals}")
     if plan["bytes_over_1f1b"]:
         extra = ", ".join(_size(count) for count in plan["bytes_over_1f1b"])
         lines.append(f"over 1f1b  per rank, by stage: {extra}")

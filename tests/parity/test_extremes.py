@@ -128,7 +128,7 @@ def odd_rank(environment, ranks):
         mesh=mesh.layout,
         rank=mesh.rank,
     )
-    data_parallel = DataParallel(layout, {axes: mesh.new_group(*axes)})
+    data_parallel = DataParallel(layout, {mesh.layout.effective(axes): mesh.new_group(*axes)})
     optimizer = StageOptimizer(layout, list(gradients_of(9).values()), dtype=torch.float64, learning_rate=lambda k: 0.1)
     flat, weights = (torch.zeros(layout.size, dtype=torch.float64) for _ in range(2))
     for step in range(3):
