@@ -40,6 +40,8 @@ CONFIG_ERRORS = [
     ),
     (["model.num_heads=5"], ["model.num_heads=5", "must divide model.hidden_size=128"]),
     (["parallel.pipeline=9"], ["parallel.pipeline=9", "model.num_layers=5", "at most 5"]),
+    (["parallel.data=auto", "parallel.tensor=0"], ["parallel.tensor=0", "at least 1"]),
+    (["parallel.data=auto", "cluster=slurm", "cluster.nodes=0", "dry_run=true"], ["cluster.nodes=0", "at least 1"]),
     (["parallel.tensor=4"], ["parallel.tensor=4", "model.num_kv_heads", "set parallel.tensor=2"]),
     (["schedule=1f1b", "correction=error_feedback"], ["correction=error_feedback", "schedule=1f1b", "schedule=2bw"]),
     (["data=indexed"], ["data.path is empty", "set data.path"]),
@@ -162,7 +164,7 @@ def test_an_error_on_the_ranks_frees_the_folder(tmp_path):
 def test_a_layout_that_is_not_the_launched_ranks(tmp_path):
     place = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     ran = pretrain("parallel.pipeline=2", cwd=tmp_path, **place)
-    check(ran, ["parallel.pipeline=2", "= 2 ranks", "WORLD_SIZE=3"])
+    check(ran, ["parallel.data=1", "pipeline(2)", "= 2 ranks", "WORLD_SIZE=3", "launch 2"])
 
 
 def test_launch_variables_that_are_no_numbers(tmp_path):

@@ -31,6 +31,7 @@ class Reference:
     z: list[Tensors]
     x: list[Tensors]
     model: DecoderStage
+    buffers: list[Tensors]  # biases and fractions of the routers by version
 
 
 def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
@@ -204,7 +205,11 @@ def reference_run(
             new_x[name] = z[name] - ahead * u
         x.append(new_x)
         zs.append(dict(z))
-    return Reference(losses, norms, {name: w.numpy() for name, w in z.items()}, zs, x, model)
+    named = [
+        {f"{name}.{kind}": one for name, pair in at.items() for kind, one in zip(("bias_E", "fractions_E"), pair)}
+        for at in buffers
+    ]
+    return Reference(losses, norms, {name: w.numpy() for name, w in z.items()}, zs, x, model, named)
 
 
 def validation_loss(reference: Reference, weights: Tensors, config: TrainConfig) -> float:

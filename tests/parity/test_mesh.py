@@ -11,7 +11,7 @@ import pytest
 
 from megaasync.config import TrainConfig
 from megaasync.config.layout import AXES, Layout
-from tests.parity.reference import largest_gap, reference_run
+from tests.parity.reference import largest_gap, reference_run, validation_loss
 from tests.support.configs import BALANCED, small_config
 from tests.support.runs import RunNumbers, assert_same_run, run
 
@@ -27,6 +27,7 @@ def config_of(layout, optimizer="muon", *, steps=4, sequence_parallel=False, bas
         **{
             **base,
             "train__steps": steps,
+            "train__eval_interval": 2,
             "parallel__tensor": tensor,
             "parallel__expert": expert,
             "parallel__pipeline": pipeline,
@@ -58,7 +59,7 @@ def assert_layout_changes_nothing(config: TrainConfig) -> None:
 # Every pair of axes, every axis with every schedule, both optimizers, sequence parallelism on and off.
 COVERING = [
     ((2, 1, 1, 1), "1f1b", "muon", False, ODD),
-    ((2, 1, 2, 1), "2bw", "muon", True, ODD),
+    ((2, 1, 2, 1), "2bw", "muon", True, {**ODD, "correction__name": "error_feedback"}),
     ((1, 2, 2, 1), "2bw", "adamw", False, ODD),
     ((1, 1, 2, 2), "1f1b", "muon", False, ODD),
     ((2, 2, 1, 1), "1f1b", "adamw", True, ODD),
@@ -91,6 +92,7 @@ def every_layout():
 @pytest.mark.parametrize(("layout", "sequence_parallel"), list(every_layout()))
 def test_every_layout_changes_no_number(layout, sequence_parallel, optimizer, schedule, model):
     base = ODD if model == "moe" else DENSE
+    correction = "error_feedback" if schedule == "2bw" and optimizer == "muon" else "none"
     assert_layout_changes_nothing(
         config_of(layout, optimizer, steps=10, sequence_parallel=sequence_parallel, base=base, schedule__name=schedule)
     )
@@ -108,8 +110,33 @@ def test_every_layout_changes_no_number(layout, sequence_parallel, optimizer, sc
         ((1, 2, 2, 1), {"schedule__name": "interleaved_2bw", "correction__name": "error_feedback"}),
         ((1, 1, 1, 2), {"schedule__name": "2bw", "schedule__overlap_step": False}),
         ((1, 1, 2, 2), {"schedule__sync_start_steps": 2, "schedule__sync_cooldown_steps": 1}),
+        # what an expert may take is by a rank's own microbatch, wherever the expert is
+        ((1, 2, 1, 2), {"model__moe__capacity_factor": 0.6}),
+        # axes of more than two ranks, sizes that divide by three
+        (
+            (3, 1, 1, 1),
+            {
+                "model__hidden_size": 24,
+                "model__num_heads": 6,
+                "model__num_kv_heads": 3,
+                "model__seq_length": 9,
+                "parallel__sequence_parallel": True,
+                "correction__name": "error_feedback",
+            },
+        ),
+        ((1, 4, 1, 1), {"model__moe__score_function": "sigmoid", "model__moe__normalize_top_k": False}),
     ],
-    ids=["tied", "pipedream", "zb_h1", "interleaved_2bw", "exposed step", "phases"],
+    ids=[
+        "tied",
+        "pipedream",
+        "zb_h1",
+        "interleaved_2bw",
+        "exposed step",
+        "phases",
+        "capacity",
+        "three tensor ranks",
+        "four expert ranks",
+    ],
 )
 def test_schedules_and_features_at_a_layout(layout, overrides):
     config = config_of(layout, steps=5, **overrides)
@@ -125,6 +152,12 @@ def test_balanced_experts_equal_the_hand_written_loop(schedule, delay):
     """Biases and fractions follow the weight version, through the delay; the losses count in the gradient."""
     config = config_of((1, 1, 1, 1), steps=8, schedule__name=schedule)
     ours, by_hand = on_one_rank(config), reference_run(config, delay=delay)
+    for row in (row for row in ours.rows if row["kind"] == "val"):
+        done = row["step"]  # of the newest z, with the newest biases
+        z = by_hand.z[done if delay == 0 or done == 8 else done - 1]
+        updates = done if delay == 0 or done == 8 else done - 1
+        expected = validation_loss(by_hand, {**z, **by_hand.buffers[updates]}, config)
+        assert row["loss"] == pytest.approx(expected, rel=TOLERANCE)
     assert list(ours.column("loss")) == pytest.approx(by_hand.losses, rel=TOLERANCE)
     assert list(ours.column("grad_norm")) == pytest.approx(by_hand.norms, rel=TOLERANCE)
     assert largest_gap(ours.weights, by_hand.weights) < TOLERANCE

@@ -86,9 +86,15 @@ def run(config: TrainConfig) -> RunNumbers:
 
 
 def assert_same_run(left: RunNumbers, right: RunNumbers, *, tolerance: float) -> None:
-    """Losses, gradient norms and final weights agree, relative to their size."""
-    for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose(left.column(name), right.column(name), rtol=tolerance, atol=0, err_msg=name)
+    """All numbers of all rows, and final weights, agree relative to their size."""
+    assert len(left.rows) == len(right.rows)
+    for mine, other in zip(map(_stable, left.rows), map(_stable, right.rows), strict=True):
+        assert mine.keys() == other.keys()
+        for name, value in mine.items():
+            if isinstance(value, float):
+                np.testing.assert_allclose(other[name], value, rtol=tolerance, atol=0, err_msg=f"{name} of {mine}")
+            else:
+                assert other[name] == value, (name, mine, other)
     np.testing.assert_allclose(left.val_loss, right.val_loss, rtol=tolerance)
     assert left.weights.keys() == right.weights.keys()
     for name, weight in left.weights.items():
