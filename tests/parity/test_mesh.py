@@ -94,7 +94,15 @@ def test_every_layout_changes_no_number(layout, sequence_parallel, optimizer, sc
     base = ODD if model == "moe" else DENSE
     correction = "error_feedback" if schedule == "2bw" and optimizer == "muon" else "none"
     assert_layout_changes_nothing(
-        config_of(layout, optimizer, steps=10, sequence_parallel=sequence_parallel, base=base, schedule__name=schedule)
+        config_of(
+            layout,
+            optimizer,
+            steps=10,
+            sequence_parallel=sequence_parallel,
+            base=base,
+            schedule__name=schedule,
+            correction__name=correction,
+        )
     )
 
 
