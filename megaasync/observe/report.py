@@ -129,7 +129,7 @@ def render_page(*, title: str, sections: Sequence[tuple[str, str]]) -> str:
 
 
 def metric_curves(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Loss, gradient norm, learning rate and throughput of a run's metric rows."""
+    """Loss, gradient norm, learning rate, throughput and expert load of a run's metric rows."""
     train = [row for row in rows if row["kind"] == "train"]
     val = [row for row in rows if row["kind"] == "val"]
 
@@ -153,4 +153,7 @@ def metric_curves(rows: Sequence[Mapping[str, Any]]) -> str:
             y_label="tokens per second",
         ),
     ]
+    if any("expert_load" in row for row in train):
+        load = curve("busiest expert over the mean", train, "expert_load")
+        drawings.append(render_curves([load], title="expert load", x_label="step", y_label="1 is even"))
     return '<div class="curves">' + "".join(f"<div>{drawing}</div>" for drawing in drawings) + "</div>"

@@ -123,7 +123,7 @@ class RunOutput:
             planned, title=f"planned: {schedule.name}, bubble {self._plan['bubble']:.1%}", unit="forwards"
         )
         middle = max(summary["steps"] // 2, 1)
-        # one pipeline of several that run alike
+        # of several pipelines that run alike, the one with rank 0
         timeline = timeline.of_ranks(self._config.layout.ranks_along(0, ("pipeline",)))
         start, end = timeline.part(first_step=middle, last_step=middle + _STEPS_DRAWN - 1)
         if end > start:
@@ -144,7 +144,7 @@ class RunOutput:
             "data": config.data.name,
             "optimizer": config.optimizer.name,
             "lr": config.optimizer.lr,
-            "stages": config.parallel.pipeline,
+            "layout": ", ".join(f"{axis} {size}" for axis, size in reversed(self._plan["layout"].items())),
             "microbatches": config.num_microbatches,
             "dtype": config.train.dtype,
             "seed": config.train.seed,

@@ -408,12 +408,16 @@ def test_a_full_disk_is_one_message(tmp_path):
         subprocess.run(["umount", "-l", disk], check=True)
 
 
-def test_torchrun_gives_the_numbers_of_a_bare_start(tmp_path):
-    arguments = [*TINY, *EXACT, "parallel.pipeline=2", "train.steps=4"]
-    assert pretrain(*arguments, "run.dir=bare", cwd=tmp_path).status == 0
+@pytest.mark.parametrize(
+    ("bare", "launched"),
+    [("parallel.pipeline=2", "parallel.pipeline=2"), ("parallel.data=2", "parallel.data=auto")],
+)
+def test_torchrun_gives_the_numbers_of_a_bare_start(tmp_path, bare, launched):
+    arguments = [*TINY, *EXACT, "train.steps=4"]
+    assert pretrain(*arguments, bare, "run.dir=bare", cwd=tmp_path).status == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     done = subprocess.run(
-        [*torchrun, "-m", "megaasync.pretrain", *arguments],
+        [*torchrun, "-m", "megaasync.pretrain", *arguments, launched],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,
@@ -422,8 +426,9 @@ def test_torchrun_gives_the_numbers_of_a_bare_start(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()  # decided once, not per rank
-    bare, launched = metrics(tmp_path / "bare"), metrics(folder)
-    assert [row["loss"] for row in bare] == [row["loss"] for row in launched]
+    assert "data: 2" in (folder / "config.yaml").read_text() or bare != "parallel.data=2"  # not auto
+    alone, together = metrics(tmp_path / "bare"), metrics(folder)
+    assert [row["loss"] for row in alone] == [row["loss"] for row in together]
 
 
 def test_wandb_offline_logs_on_our_step_axis_and_a_broken_one_stops_nothing(tmp_path):

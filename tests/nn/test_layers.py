@@ -6,15 +6,19 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from megaasync.config.layout import Layout
 from megaasync.data.microbatches import Microbatch
+from megaasync.distributed.rank_group import RankGroup
 from megaasync.kernels.grouped_linear import grouped_linear, grouped_linear_loop
 from megaasync.models.initialize import initialize_
 from megaasync.models.partition import deal_layers, head_cost, layer_cost
-from megaasync.models.transformer import DecoderStage
+from megaasync.models.sharding import sharding_of
+from megaasync.models.transformer import DecoderStage, Splits
 from megaasync.nn.loss import cross_entropy_sum
 from megaasync.nn.moe import MoE
 from megaasync.nn.norm import RMSNorm
 from megaasync.nn.rope import RotaryTables
+from megaasync.nn.tensor_parallel import TensorParallel
 from tests.support.configs import moe_config, small_config
 
 DOUBLE = torch.float64
@@ -199,3 +203,30 @@ def test_norm_equals_torchs_forward_and_backward(dtype):
     ):
         assert ours.dtype is dtype
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_initial_parts_are_parts_of_the_whole_and_no_two_are_equal(sequence_parallel):
+    """At every rank of a layout; experts, layers and projections all differ."""
+    config = small_config(model__vocab_size=101).model
+    whole = DecoderStage(config, range(config.num_layers))
+    initialize_(whole, config, seed=3)
+    weights = {name: p.detach() for name, p in whole.named_parameters()}
+    layout = Layout(pipeline=1, data=2, expert=2, tensor=2)
+    for rank in range(layout.world_size):
+        groups = {
+            axis: RankGroup(None, layout.coordinate(rank, axis), getattr(layout, axis)) for axis in ("tensor", "expert")
+        }
+        splits = Splits(TensorParallel(groups["tensor"], sequence_parallel), groups["expert"])
+        part = DecoderStage(config, range(config.num_layers), splits)
+        parts = {
+            name: sharding_of(name, sequence_parallel=sequence_parallel).local_ranges(w.shape, layout, rank=rank)
+            for name, w in weights.items()
+        }
+        initialize_(part, config, seed=3, shapes={n: tuple(w.shape) for n, w in weights.items()}, parts=parts)
+        for name, parameter in part.named_parameters():
+            expected = weights[name][tuple(slice(r.start, r.stop) for r in parts[name])]
+            assert torch.equal(parameter.detach(), expected), (rank, name)
+    matrices = [m for w in weights.values() if w.dim() > 1 for m in (w if w.dim() == 3 else [w])]
+    firsts = [tuple(m.flatten()[:4].tolist()) for m in matrices]
+    assert len(set(firsts)) == len(firsts)
