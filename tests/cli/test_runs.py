@@ -115,7 +115,7 @@ def test_the_report_stands_alone(traced):
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "<script" not in page and "<img" not in page and "<link" not in page
     drawings = page.split("<svg")[1:]
-    assert len(drawings) == 6
+    assert len(drawings) == 7  # five curves, two timelines
     for drawing in drawings:
         ET.fromstring("<svg" + drawing.split("</svg>")[0] + "</svg>")
     assert "planned: 2bw" in page and "measured: steps" in page
