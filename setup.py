@@ -41,6 +41,7 @@ setup(
         "eval": ["lm-eval>=0.4.9", "transformers>=4.50"],
         "dev": [
             "pytest>=8",
+            "pytorch-optimizer==4.1.0",  # an oracle of the tests
             "ruff>=0.12",
             "wheel",
         ],

@@ -115,6 +115,83 @@ class MuonConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class NAdamConfig:
+    """NAdam: AdamW with a momentum that looks ahead; `momentum_decay` as torch's, 0.004 there."""
+
+    name: Literal["nadam"]
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    momentum_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class LionConfig:
+    """Lion (arXiv 2302.06675): wants an lr 3 to 10 times smaller than AdamW's and as much more decay."""
+
+    name: Literal["lion"]
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class AdanConfig:
+    """Adan (arXiv 2208.06677) with decoupled decay."""
+
+    name: Literal["adan"]
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float, float]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class NorMuonConfig:
+    """NorMuon (arXiv 2510.05491) for matrices, AdamW for the rest.
+
+    Attributes:
+        momentum, newton_schulz_steps: as muon's.
+        beta2: of the second moment of the rows.
+        betas, eps: of AdamW; eps also of the rows.
+    """
+
+    name: Literal["normuon"]
+    lr: float
+    weight_decay: float
+    momentum: float
+    newton_schulz_steps: int
+    beta2: float
+    betas: tuple[float, float]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class MarsConfig:
+    """MARS-AdamW (arXiv 2411.10438) for matrices, AdamW for the rest.
+
+    Attributes:
+        betas: of the corrected gradient.
+        gamma: strength of the correction by the gradient before.
+        adamw_betas: of AdamW for embeddings, head, router and norms.
+    """
+
+    name: Literal["mars"]
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    gamma: float
+    adamw_betas: tuple[float, float]
+    eps: float
+
+
+OptimizerConfig = (
+    SgdConfig | AdamWConfig | NAdamConfig | LionConfig | AdanConfig | MuonConfig | NorMuonConfig | MarsConfig
+)
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduleConfig:
     """Pipeline schedule by name; see `megaasync.schedules.SCHEDULES`.
 
@@ -316,7 +393,7 @@ class TrainConfig:
     """The whole configuration of a run."""
 
     model: ModelConfig
-    optimizer: SgdConfig | AdamWConfig | MuonConfig
+    optimizer: OptimizerConfig
     schedule: ScheduleConfig
     correction: CorrectionConfig
     parallel: ParallelConfig

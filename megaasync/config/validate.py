@@ -209,12 +209,18 @@ def check_optimizer(config: TrainConfig) -> None:
     optimizer = config.optimizer
     _at_least("optimizer.lr", optimizer.lr, 0)
     _at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
-    for i, beta in enumerate(getattr(optimizer, "betas", ())):
-        _within(f"optimizer.betas[{i}]", beta, 0, 1)
+    for name in ("betas", "adamw_betas"):
+        for i, beta in enumerate(getattr(optimizer, name, ())):
+            _within(f"optimizer.{name}[{i}]", beta, 0, 1)
+    for name in ("momentum", "beta2"):
+        if hasattr(optimizer, name):
+            _within(f"optimizer.{name}", getattr(optimizer, name), 0, 1)
+    for name in ("gamma", "momentum_decay"):
+        if hasattr(optimizer, name):
+            _at_least(f"optimizer.{name}", getattr(optimizer, name), 0)
     if hasattr(optimizer, "eps") and optimizer.eps <= 0:
         raise ConfigError(f"optimizer.eps={optimizer.eps}: must be above 0")
-    if optimizer.name == "muon":
-        _within("optimizer.momentum", optimizer.momentum, 0, 1)
+    if hasattr(optimizer, "newton_schulz_steps"):
         _at_least("optimizer.newton_schulz_steps", optimizer.newton_schulz_steps, 1)
     clip = config.train.clip_grad_norm
     if clip is not None and clip <= 0:

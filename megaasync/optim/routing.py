@@ -4,9 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from megaasync.config.schema import AdamWConfig, MuonConfig, SgdConfig
+from megaasync.config.schema import (
+    AdamWConfig,
+    AdanConfig,
+    LionConfig,
+    MarsConfig,
+    MuonConfig,
+    NAdamConfig,
+    NorMuonConfig,
+    OptimizerConfig,
+    SgdConfig,
+)
 from megaasync.distributed.sharding import Shape
-from megaasync.optim.update_rule import AdamW, Muon, Sgd, UpdateRule
+from megaasync.optim.elementwise_rules import AdamW, Adan, Lion, NAdam, Sgd
+from megaasync.optim.matrix_rules import Mars, Muon, NorMuon
+from megaasync.optim.update_rule import UpdateRule
 
 
 class Role(Enum):
@@ -43,22 +55,39 @@ def role_of(name: str, shape: Shape) -> Role:
     return Role.EXPERTS if len(shape) == 3 else Role.MATRIX
 
 
-def route_parameters(shapes: Mapping[str, Shape], optimizer: SgdConfig | AdamWConfig | MuonConfig) -> dict[str, Route]:
+def rules_of(optimizer: OptimizerConfig) -> tuple[UpdateRule, UpdateRule | None]:
+    """(for elements, for hidden and expert matrices if they get another one)."""
+    match optimizer:
+        case SgdConfig():
+            return Sgd(), None
+        case AdamWConfig():
+            return AdamW(optimizer.betas, optimizer.eps), None
+        case NAdamConfig():
+            return NAdam(optimizer.betas, optimizer.eps, optimizer.momentum_decay), None
+        case LionConfig():
+            return Lion(optimizer.betas), None
+        case AdanConfig():
+            return Adan(optimizer.betas, optimizer.eps), None
+        case MuonConfig():
+            return AdamW(optimizer.betas, optimizer.eps), Muon(optimizer.momentum, optimizer.newton_schulz_steps)
+        case NorMuonConfig():
+            matrix = NorMuon(optimizer.momentum, optimizer.newton_schulz_steps, optimizer.beta2, optimizer.eps)
+            return AdamW(optimizer.betas, optimizer.eps), matrix
+        case MarsConfig():
+            return AdamW(optimizer.adamw_betas, optimizer.eps), Mars(optimizer.betas, optimizer.eps, optimizer.gamma)
+
+
+def route_parameters(shapes: Mapping[str, Shape], optimizer: OptimizerConfig) -> dict[str, Route]:
     """The routing table.
 
-    Norms and other vectors get no weight decay; everything else does. Under muon, hidden matrices and expert matrices
-    are orthogonalised, the rest goes to AdamW with the same lr.
+    Norms and other vectors get no weight decay; everything else does. Under muon, normuon and mars, hidden matrices and
+    expert matrices get that rule, the rest goes to AdamW with the same lr.
 
     Args:
         shapes: parameter shapes by name.
         optimizer: the optimizer group of the config.
     """
-    match optimizer:
-        case SgdConfig():
-            element: UpdateRule = Sgd()
-        case AdamWConfig() | MuonConfig():
-            element = AdamW(optimizer.betas, optimizer.eps)
-    matrix = Muon(optimizer.momentum, optimizer.newton_schulz_steps) if isinstance(optimizer, MuonConfig) else None
+    element, matrix = rules_of(optimizer)
     table = {}
     for name, shape in shapes.items():
         role = role_of(name, shape)

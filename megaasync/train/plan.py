@@ -13,6 +13,7 @@ from megaasync.distributed.sharding import Shape
 from megaasync.models.activations import ActivationSizes, head_workspace, stage_bytes
 from megaasync.models.flops import flops_per_token, forward_flops
 from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.update_rule import state_elements
 from megaasync.schedules import (
     SCHEDULES,
     Costs,
@@ -93,7 +94,7 @@ class _Stage:
 
 
 def _state_elements(layout: FlatLayout) -> int:
-    return sum(math.prod(run.state_shape) * run.rule.num_states for run in layout.runs)
+    return sum(state_elements(run.rule, run.state_shape) for run in layout.runs)
 
 
 def _make_stage(config: TrainConfig, schedule: PipelineSchedule, index: int, activations: ActivationSizes) -> _Stage:

@@ -40,7 +40,10 @@ def test_numbers_as_yaml_gives_them():
     [
         ({"train__stepss": 3}, "train.stepss=3: unknown key; did you mean train.steps"),
         ({"model__moe__topk": 3}, "model.moe.topk=3: unknown key; did you mean model.moe.top_k"),
-        ({"optimizer__name": "moon"}, "optimizer=moon: unknown optimizer; did you mean muon.*sgd, adamw or muon"),
+        (
+            {"optimizer__name": "moon"},
+            "optimizer=moon: unknown optimizer; did you mean muon.*sgd, adamw, nadam, .*muon, normuon or mars",
+        ),
         ({"optimizer__betas": [0.9]}, r"optimizer.betas=\[0.9\]: expected a list of 2 values"),
         ({"optimizer__betas": [0.9, 1.0]}, r"optimizer.betas\[1\]=1.0: must lie in"),
         ({"schedule__name": "2bww"}, "schedule.name=2bww: unknown value; did you mean 2bw"),

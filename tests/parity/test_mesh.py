@@ -155,6 +155,13 @@ def test_schedules_and_features_at_a_layout(layout, overrides):
     assert_layout_changes_nothing(config)
 
 
+@pytest.mark.parametrize("optimizer", ["normuon", "mars", "adan"])
+def test_other_rules_at_a_layout(optimizer):
+    """Their states lie with whole matrices, or in shares, as those of Muon and AdamW; 1e-7 is CONTRACT.md's promise."""
+    config = config_of((2, 1, 2, 2), optimizer, correction__name="error_feedback")
+    assert_same_run(on_one_rank(config), run(config), tolerance=1e-7)
+
+
 @pytest.mark.parametrize(("schedule", "delay"), [("1f1b", 0), ("2bw", 1)])
 def test_balanced_experts_equal_the_hand_written_loop(schedule, delay):
     """Biases and fractions follow the weight version, through the delay; the losses count in the gradient."""

@@ -12,7 +12,7 @@ from megaasync.config.pipeline import phases_of
 from megaasync.distributed import rank_group
 from megaasync.distributed.groups import leave_group
 from megaasync.entry.spawn import spawn_ranks
-from megaasync.optim import update_rule
+from megaasync.optim import matrix_rules
 from megaasync.optim.newton_schulz import orthogonalize
 from megaasync.train.plan import make_plan
 from tests.parity.test_mesh import DENSE, ODD, config_of
@@ -70,7 +70,7 @@ def counting_rank(environment, config):
         calls.append(tuple(matrices.shape))
         return orthogonalize(matrices, steps=steps)
 
-    update_rule.orthogonalize = counted  # of this process, which ends with the run
+    matrix_rules.orthogonalize = counted  # of this process, which ends with the run
     numbers = run_rank(environment, config)
     return calls, numbers
 

@@ -19,6 +19,35 @@ _OPTIMIZERS = {
         "betas": [0.9, 0.95],
         "eps": 1e-8,
     },
+    "nadam": {
+        "name": "nadam",
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "betas": [0.99, 0.999],
+        "eps": 1e-8,
+        "momentum_decay": 0.004,
+    },
+    "lion": {"name": "lion", "lr": 0.003, "weight_decay": 0.3, "betas": [0.9, 0.99]},
+    "adan": {"name": "adan", "lr": 0.01, "weight_decay": 0.02, "betas": [0.98, 0.92, 0.99], "eps": 1e-8},
+    "normuon": {
+        "name": "normuon",
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "newton_schulz_steps": 5,
+        "beta2": 0.95,
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+    },
+    "mars": {
+        "name": "mars",
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "betas": [0.95, 0.99],
+        "gamma": 0.025,
+        "adamw_betas": [0.9, 0.95],
+        "eps": 1e-8,
+    },
 }
 
 _BASE: dict[str, Any] = {

@@ -1,0 +1,239 @@
+"""nadam, lion, adan, normuon and mars: each against ten lines here and against a published library, for 50 steps."""
+
+import math
+
+import numpy as np
+import pytest
+import pytorch_optimizer
+import torch
+
+from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.matrix_rules import Mars, NorMuon
+from megaasync.optim.routing import Role, render_routing, route_parameters
+from megaasync.optim.stage_optimizer import StageOptimizer
+from megaasync.optim.update_rule import state_elements
+from tests.support.configs import small_config
+
+SHAPES = {
+    "embedding.weight": (11, 6),
+    "layers.0.attention.query.weight": (6, 6),
+    "layers.0.attention.key.weight": (3, 6),
+    "layers.0.mlp.router.weight": (4, 6),
+    "layers.0.mlp.experts.gate": (4, 5, 6),
+    "layers.0.mlp.experts.down": (4, 6, 5),
+    "layers.0.mlp_norm.weight": (6,),
+    "layers.1.attention.query.weight": (6, 6),
+}
+MATRICES = [name for name in SHAPES if "attention" in name or "experts" in name]
+LR, STEPS = 0.01, 50
+
+
+def random_tensors(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in SHAPES.items()}
+
+
+def gradients(step):
+    """Correlated from step to step, as those of a training are; one tensor gets none in the first steps."""
+    common, own = random_tensors(1000), random_tensors(step)
+    found = {name: common[name] + own[name] for name in SHAPES}
+    if step < 3:
+        found["layers.1.attention.query.weight"].zero_()
+    return found
+
+
+def ours(config, *, error_feedback=False):
+    """Trajectory of z by name."""
+    layout = FlatLayout(SHAPES, route_parameters(SHAPES, config.optimizer))
+    optimizer = StageOptimizer(
+        layout, list(random_tensors(7).values()), dtype=torch.float64, learning_rate=lambda k: LR
+    )
+    published, found = torch.zeros(layout.size, dtype=torch.float64), []
+    for step in range(STEPS):
+        flat = torch.zeros(layout.size, dtype=torch.float64)
+        for view, grad in zip(layout.views(flat), gradients(step).values(), strict=True):
+            view.copy_(grad)
+        optimizer.step(flat, scale=1.0, publish=published, ahead=int(error_feedback))
+        whole = torch.zeros_like(flat)
+        layout.spread_owned(optimizer.master, whole)
+        found.append({n: v.clone() for n, v in zip(layout.names, layout.views(whole), strict=True)})
+    return found
+
+
+def orthogonal(x, steps):
+    x = x / x.norm() if x.norm() > 0 else x
+    if tall := x.shape[0] > x.shape[1]:
+        x = x.T
+    for _ in range(steps):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if tall else x
+
+
+def reference_direction(o, name, g, s, t):
+    """One matrix or vector."""
+    if o.name == "lion":
+        m = s.get("m", 0 * g)
+        s["m"] = o.betas[1] * m + (1 - o.betas[1]) * g
+        return torch.sign(o.betas[0] * m + (1 - o.betas[0]) * g)
+    if o.name == "adan":
+        b1, b2, b3 = o.betas
+        change = g - s["g"] if "g" in s else 0 * g
+        s["g"], s["m"] = g, b1 * s.get("m", 0) + (1 - b1) * g
+        s["q"], s["n"] = b2 * s.get("q", 0) + (1 - b2) * change, b3 * s.get("n", 0) + (1 - b3) * (g + b2 * change) ** 2
+        top = s["m"] / (1 - b1**t) + b2 * s["q"] / (1 - b2**t)
+        return top / ((s["n"] / (1 - b3**t)).sqrt() + o.eps)
+    if o.name == "normuon" and name in MATRICES:
+        s["m"] = o.momentum * s.get("m", 0) + (1 - o.momentum) * g
+        x = orthogonal((1 - o.momentum) * g + o.momentum * s["m"], o.newton_schulz_steps)
+        s["v"] = o.beta2 * s.get("v", 0) + (1 - o.beta2) * (x**2).mean(1, keepdim=True)
+        x = x / (s["v"].sqrt() + o.eps)
+        return x * 0.2 * math.sqrt(x.numel()) / x.norm() if x.norm() > 0 else x
+    b1, b2 = getattr(o, "adamw_betas", o.betas) if name not in MATRICES else o.betas
+    if o.name == "mars" and name in MATRICES:
+        c = g + o.gamma * b1 / (1 - b1) * (g - s.get("g", 0))
+        s["g"], g = g, c / max(1.0, c.norm().item())
+    s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
+    s["v"] = b2 * s.get("v", 0) + (1 - b2) * g**2
+    below = (s["v"] / (1 - b2**t)).sqrt() + o.eps
+    if o.name == "nadam":
+        mu = [b1 * (1 - 0.5 * 0.96 ** (i * o.momentum_decay)) for i in range(1, t + 2)]
+        done = math.prod(mu[:-1])
+        return ((1 - mu[-2]) * g / (1 - done) + mu[-1] * s["m"] / (1 - done * mu[-1])) / below
+    return s["m"] / (1 - b1**t) / below
+
+
+def by_hand(config):
+    o, z, states, found = config.optimizer, random_tensors(7), {}, []
+    for step in range(STEPS):
+        for name, g in gradients(step).items():
+            decay = 0.0 if len(SHAPES[name]) == 1 else o.weight_decay
+            parts = list(zip(z[name], g, strict=True)) if g.dim() == 3 else [(z[name], g)]
+            moved = [
+                w - LR * (reference_direction(o, name, one, states.setdefault((name, i), {}), step + 1) + decay * w)
+                for i, (w, one) in enumerate(parts)
+            ]
+            z[name] = torch.stack(moved) if g.dim() == 3 else moved[0]
+        found.append(dict(z))
+    return found
+
+
+OPTIMIZERS = ["nadam", "lion", "adan", "normuon", "mars"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_ten_lines(name):
+    config = small_config(name)
+    for step, (mine, expected) in enumerate(zip(ours(config), by_hand(config), strict=True)):
+        for parameter, z in expected.items():
+            np.testing.assert_allclose(
+                mine[parameter].numpy(), z.numpy(), rtol=0, atol=1e-10, err_msg=f"{parameter} after step {step + 1}"
+            )
+
+
+def theirs(name, config):
+    """A library's trajectory of the parameters that it has the same rule for."""
+    o, start = config.optimizer, random_tensors(7)
+    names = MATRICES if name in ("normuon", "mars") else list(SHAPES)
+    flat = []  # experts one by one: the rules are per matrix
+    for parameter in names:
+        whole = start[parameter]
+        parts = list(whole) if whole.dim() == 3 and name in ("normuon", "mars") else [whole]
+        flat += [(parameter, i, torch.nn.Parameter(part.clone())) for i, part in enumerate(parts)]
+    decayed = [p for n, _, p in flat if len(SHAPES[n]) > 1]
+    plain = [p for n, _, p in flat if len(SHAPES[n]) == 1]
+    groups = [{"params": decayed, "weight_decay": o.weight_decay}]
+    groups += [{"params": plain, "weight_decay": 0.0}] if plain else []
+    if name == "nadam":
+        library = torch.optim.NAdam(
+            groups, lr=LR, betas=o.betas, eps=o.eps, momentum_decay=o.momentum_decay, decoupled_weight_decay=True
+        )
+    elif name == "lion":
+        library = pytorch_optimizer.Lion(groups, lr=LR, betas=o.betas)
+    elif name == "adan":
+        library = pytorch_optimizer.Adan(groups, lr=LR, betas=o.betas, eps=o.eps, weight_decouple=True)
+    elif name == "mars":
+        library = pytorch_optimizer.MARS(groups, lr=LR, betas=o.betas, gamma=o.gamma, eps=o.eps)
+    else:
+        library = pytorch_optimizer.NorMuon(
+            [{"params": decayed, "use_muon": True}],
+            lr=LR,
+            momentum=o.momentum,
+            beta2=o.beta2,
+            weight_decay=o.weight_decay,
+            update_scale="match_rms",
+            eps=o.eps,
+        )
+    found = []
+    for step in range(STEPS):
+        given = gradients(step)
+        for parameter, i, tensor in flat:
+            whole = given[parameter]
+            tensor.grad = (whole[i] if tensor.dim() < whole.dim() else whole).clone()
+        library.step()
+        found.append(
+            {
+                n: torch.stack([p.detach().clone() for m, _, p in flat if m == n]).view(SHAPES[n])
+                for n in dict.fromkeys(n for n, _, _ in flat)
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("nadam", 1e-9), ("lion", 1e-9), ("adan", 1e-6), ("mars", 2e-5)])
+def test_equals_a_library(name, tolerance):
+    config = small_config(name)
+    mine, expected = ours(config), theirs(name, config)
+    for step in (0, 1, 9, STEPS - 1):
+        for parameter, z in expected[step].items():
+            scale = z.abs().max().item()
+            np.testing.assert_allclose(
+                mine[step][parameter].numpy(), z.numpy(), rtol=0, atol=tolerance * scale, err_msg=parameter
+            )
+
+
+def test_normuon_points_where_a_librarys_does():
+    """Its Newton-Schulz works in bfloat16, so directions are compared."""
+    config = small_config("normuon", optimizer__weight_decay=0.0)
+    mine, expected = ours(config), theirs("normuon", config)
+    for step in (3, 10, STEPS - 1):
+        for parameter in MATRICES:
+            a, b = ((run[step][parameter] - run[step - 1][parameter]).flatten() for run in (mine, expected))
+            assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.999, parameter
+            assert a.norm() == pytest.approx(b.norm().item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_zero_gradient_decays_only(name):
+    config = small_config(name)
+    layout = FlatLayout(SHAPES, route_parameters(SHAPES, config.optimizer))
+    start = random_tensors(7)
+    optimizer = StageOptimizer(layout, list(start.values()), dtype=torch.float64, learning_rate=lambda k: LR)
+    published = torch.zeros(layout.size, dtype=torch.float64)
+    for _ in range(3):
+        optimizer.step(torch.zeros_like(published), scale=1.0, publish=published, ahead=0)
+    for parameter, z in zip(layout.names, layout.views(published), strict=True):
+        decay = 0.0 if z.dim() == 1 else config.optimizer.weight_decay
+        np.testing.assert_allclose(z.numpy(), ((1 - LR * decay) ** 3 * start[parameter]).numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (3, 3), (5, 2, 4), (0, 3, 4)])
+@pytest.mark.parametrize("rule", [NorMuon(0.95, 5, 0.95, 1e-8), Mars((0.95, 0.99), 1e-8, 0.025)])
+def test_any_shape_and_float32(rule, shape):
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    before = grad.clone()
+    state = rule.init(torch.zeros(shape))
+    moved = rule.direction(grad, state, count=1)
+    assert moved.shape == grad.shape and moved.dtype is torch.float32 and moved.isfinite().all()
+    assert torch.equal(grad, before), "the gradient is kept or written"
+    assert state_elements(rule, shape) == sum(tensor.numel() for tensor in state.values())
+
+
+@pytest.mark.parametrize("name", ["normuon", "mars"])
+def test_matrices_and_the_rest(name):
+    routes = route_parameters(SHAPES, small_config(name).optimizer)
+    rules = {parameter: type(route.rule).__name__.lower() for parameter, route in routes.items()}
+    assert {parameter for parameter, rule in rules.items() if rule == name} == set(MATRICES)
+    assert {rule for parameter, rule in rules.items() if parameter not in MATRICES} == {"adamw"}
+    assert routes["layers.0.mlp.experts.gate"].role is Role.EXPERTS
+    assert "router" in render_routing(routes, SHAPES)
