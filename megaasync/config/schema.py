@@ -210,10 +210,34 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CorrectionConfig:
-    """What is done against the delay: nothing, or error feedback (forward at z - u, METHOD.md section 1)."""
+class NoCorrection:
+    """Nothing is done against the delay."""
 
-    name: Literal["none", "error_feedback"]
+    name: Literal["none"]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFeedback:
+    """Forward and backward run at weights that look as many updates ahead as are missing: z - d u."""
+
+    name: Literal["error_feedback"]
+
+
+@dataclass(frozen=True, slots=True)
+class Taylor:
+    """DC-ASGD (arXiv 1609.08326): g + strength g g (w_now - w_then) after clipping.
+
+    Attributes:
+        strength: lambda.
+        adaptive: divide it by the root of g's mean square.
+    """
+
+    name: Literal["taylor"]
+    strength: float
+    adaptive: bool
+
+
+CorrectionConfig = NoCorrection | ErrorFeedback | Taylor
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,6 +222,8 @@ def check_optimizer(config: TrainConfig) -> None:
         raise ConfigError(f"optimizer.eps={optimizer.eps}: must be above 0")
     if hasattr(optimizer, "newton_schulz_steps"):
         _at_least("optimizer.newton_schulz_steps", optimizer.newton_schulz_steps, 1)
+    if config.correction.name == "taylor":
+        _at_least("correction.strength", config.correction.strength, 0)
     clip = config.train.clip_grad_norm
     if clip is not None and clip <= 0:
         raise ConfigError(f"train.clip_grad_norm={clip}: must be above 0; set null to switch clipping off")

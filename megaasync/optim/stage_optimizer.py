@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megaasync.distributed.rank_group import ALONE, RankGroup
+from megaasync.optim.delay_compensation import DelayCompensation
 from megaasync.optim.flat_layout import FlatLayout, Run, parts_of
 from megaasync.optim.homes import bring_home, send_back
 from megaasync.optim.update_rule import State
@@ -33,6 +34,7 @@ class StageOptimizer:
         dtype: torch.dtype,
         learning_rate: Callable[[int], float],
         tensor: RankGroup = ALONE,
+        compensation: DelayCompensation | None = None,
     ) -> None:
         """An optimizer.
 
@@ -42,8 +44,9 @@ class StageOptimizer:
             dtype: of master weights and states.
             learning_rate: by the update's number.
             tensor: ranks over which matrices are split, for the exchange of their parts.
+            compensation: of the gradient's delay.
         """
-        self.layout, self._tensor = layout, tensor
+        self.layout, self._tensor, self._compensation = layout, tensor, compensation
         device = initial[0].device
         flat = torch.zeros(layout.size, dtype=dtype, device=device)
         for view, parameter in zip(layout.views(flat), initial, strict=True):
@@ -52,16 +55,26 @@ class StageOptimizer:
         layout.copy_owned(self.master, flat)
         del flat
         self._states = [run.rule.init(self.master.new_empty(run.state_shape)) for run in layout.runs]
+        self._memories = [compensation.init(run.view_owned(self.master)) if compensation else {} for run in layout.runs]
         self._learning_rate = learning_rate
         self.num_updates = 0
 
     @property
     def state_bytes(self) -> int:
         """Bytes of all rule states on this rank."""
-        return sum(tensor.nbytes for state in self._states for tensor in state.values())
+        return sum(tensor.nbytes for state in (*self._states, *self._memories) for tensor in state.values())
 
     @torch.no_grad()
-    def step(self, gradient: Tensor, *, scale: Tensor | float, publish: Tensor, ahead: int) -> None:
+    def step(
+        self,
+        gradient: Tensor,
+        *,
+        scale: Tensor | float,
+        publish: Tensor,
+        ahead: int,
+        now: Tensor | None = None,
+        then: Tensor | None = None,
+    ) -> None:
         """Absorb one gradient and write this rank's shares of the next version of the compute weights.
 
         Args:
@@ -69,11 +82,15 @@ class StageOptimizer:
             scale: makes it the clipped mean.
             publish: [layout.size] in the compute dtype; receives x in this rank's shares.
             ahead: updates that x looks ahead of z: 0 without a correction, the delay under error feedback.
+            now, then: [layout.size] newest weights, and those that the gradient was taken at, which may lie where
+                `publish` does; for the compensation, if there is one.
         """
         lr = self._learning_rate(self.num_updates)
         self.num_updates += 1
-        for run, state in zip(self.layout.runs, self._states, strict=True):
+        for run, state, memory in zip(self.layout.runs, self._states, self._memories, strict=True):
             grad = run.view(gradient).mul_(scale)
+            if self._compensation is not None:
+                self._compensate(grad, memory, now=run.view(now), then=run.view(then))
             z, x = run.view_owned(self.master), run.view(publish)
             if run.homes is not None:
                 self._move(run, z, x, self._direction_at_home(run, grad, state), lr=lr, ahead=ahead)
@@ -81,6 +98,11 @@ class StageOptimizer:
             for part in parts_of(grad.shape):
                 direction = self._direction(run, grad[part], state, part)
                 self._move(run, z[part], x[part], direction, lr=lr, ahead=ahead)
+
+    def _compensate(self, grad: Tensor, memory: State, *, now: Tensor, then: Tensor) -> None:
+        for part in parts_of(grad.shape):
+            its_memory = {name: tensor[part] for name, tensor in memory.items()}
+            self._compensation.apply_(grad[part], its_memory, now=now[part], then=then[part])
 
     def _direction(self, run: Run, grad: Tensor, state: State, part: slice) -> Tensor:
         its_state = {name: tensor[part] for name, tensor in state.items()}

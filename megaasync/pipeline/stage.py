@@ -82,6 +82,7 @@ class PipelineStage:
                 use_queue(replica, self._queue)
         self._in_flight: dict[Key, tuple[Tensor | None, GradientEdge, int]] = {}
         self._deferred: dict[Key, tuple[Deferred, int]] = {}
+        self._kept: Tensor | None = None
         self._loss: dict[int, Tensor] = {}
         self._tokens: dict[int, Tensor] = {}
 
@@ -188,28 +189,46 @@ class PipelineStage:
         is_second = self._tied is not None and self.is_last and not self.is_first
         return self._data_parallel.squares(self.gradients.sum_of(step), without=self._tied if is_second else None)
 
-    def step(self, step: int, *, scale: float, ahead: int) -> None:
+    def step(self, step: int, *, scale: float, ahead: int, taken_at: int | None = None) -> None:
         """Absorb the gradient of `step`: moves the master weights and writes weight version step + 1.
 
         Args:
             step: 0-based.
             scale: makes the gradient sum the clipped mean.
             ahead: see `StageOptimizer.step`.
+            taken_at: weight version that the gradient was taken at, if its delay is compensated.
         """
         assert step == self.num_updates, f"stage {self.index}: update {step} after {self.num_updates} updates"
         weights = self.versions.flat(step + 1)
-        self.optimizer.step(self.gradients.sum_of(step), scale=scale, publish=weights, ahead=ahead)
+        self.optimizer.step(
+            self.gradients.sum_of(step),
+            scale=scale,
+            publish=weights,
+            ahead=ahead,
+            now=self.versions.flat(step),
+            then=None if taken_at is None else self.versions.flat(taken_at),
+        )
         self._data_parallel.gather(weights)
         if self.balance is not None:
             self.balance.absorb(step, version=step + 1)
 
-    def publish_master(self, version: int) -> None:
-        """Write z, and the newest of what else belongs to a version, to the slot of a version not in use."""
+    def publish_master(self, version: int, *, keeps: bool = False) -> None:
+        """Write z, and the newest of what else belongs to a version, to the slot of a version not in use.
+
+        With `keeps`, `put_back` undoes it for the weights.
+        """
         weights = self.versions.flat(version)
+        self._kept = weights.clone() if keeps else None
         self.optimizer.layout.spread_owned(self.master, weights)
         self._data_parallel.gather(weights)
         if self.balance is not None:
             self.balance.publish(version)
+
+    def put_back(self, version: int) -> None:
+        """What the slot held before `publish_master`, if that kept it."""
+        if self._kept is not None:
+            self.versions.flat(version).copy_(self._kept)
+        self._kept = None
 
     def whole_master(self) -> Tensor:
         """[layout.size] z of all local parameters; all ranks that run this stage call it together."""

@@ -93,7 +93,8 @@ class Updates:
         clip_grad_norm: float | None,
         norm: RankGroup,
         ends: RankGroup | None,
-        corrects: bool,
+        looks_ahead: bool,
+        compensates: bool,
         overlap: bool,
         device: torch.device,
         timeout: timedelta,
@@ -107,7 +108,8 @@ class Updates:
             clip_grad_norm: largest gradient norm, or None.
             norm: all ranks.
             ends: the first and the last stage's ranks of this pipeline, if they share the embedding; else None.
-            corrects: publish weights that look as many updates ahead as the schedule delays them (error feedback).
+            looks_ahead: publish weights that look as many updates ahead as the schedule delays them (error feedback).
+            compensates: the optimizer compensates gradients for their delay (Taylor).
             overlap: reduce and step in the background; else where the table says.
             device: of the stages.
             timeout: longest wait for another rank.
@@ -116,7 +118,7 @@ class Updates:
         self._stages = {stage.index: stage for stage in stages}
         self._ends = [] if ends is None else sorted({0, num_stages - 1} & set(self._stages))
         self._clip, self._norm, self._tied = clip_grad_norm, norm, ends
-        self._corrects, self._overlap = corrects, overlap
+        self._looks_ahead, self._compensates, self._overlap = looks_ahead, compensates, overlap
         self._device, self._timeout, self._recorder = device, timeout, recorder
         self._background = Background(device)
         self._pending: dict[int, _Pending] = {}
@@ -252,8 +254,9 @@ class Updates:
 
     def _apply(self, index: int, step: int, scale: float, *, beside: bool) -> None:
         start = perf_counter()
-        ahead = self._phase.steps_ahead(stage=index, step=step) if self._corrects else 0
-        self._stages[index].step(step, scale=scale, ahead=ahead)
+        ahead = self._phase.steps_ahead(stage=index, step=step) if self._looks_ahead else 0
+        extra = {"taken_at": self._phase.schedule.version(stage=index, step=step)} if self._compensates else {}
+        self._stages[index].step(step, scale=scale, ahead=ahead, **extra)
         self._recorder.add(Action(Op.STEP, index, step), start, beside=beside)
 
     def result(self, step: int) -> StepResult:

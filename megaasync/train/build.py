@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from megaasync.config.layout import AXES
 from megaasync.config.pipeline import phases_of
-from megaasync.config.schema import IndexedData, SyntheticData, TrainConfig
+from megaasync.config.schema import IndexedData, SyntheticData, Taylor, TrainConfig
 from megaasync.data.indexed_dataset import IndexedDataset
 from megaasync.data.microbatches import DataShare, TokenSequences, TrainingMicrobatches, ValidationMicrobatches
 from megaasync.data.prepare import PreparedData
@@ -27,6 +27,7 @@ from megaasync.nn.precision import at_least_float32
 from megaasync.nn.tensor_parallel import TensorParallel
 from megaasync.observe.trace import Recorder
 from megaasync.optim.data_parallel import DataParallel
+from megaasync.optim.delay_compensation import DelayCompensation
 from megaasync.optim.lr_schedule import lr_schedule
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.channels import Channels, Transport, group_names
@@ -149,6 +150,9 @@ def build_stage(
         dtype=at_least_float32(dtype),
         learning_rate=lr_schedule(config.train, peak=config.optimizer.lr),
         tensor=groups.tensor_updates,
+        compensation=DelayCompensation(config.correction.strength, config.correction.adaptive)
+        if isinstance(config.correction, Taylor)
+        else None,
     )
     return PipelineStage(
         module,
@@ -228,7 +232,8 @@ def build_trainer(
         clip_grad_norm=config.train.clip_grad_norm,
         norm=groups.norm,
         ends=groups.ends,
-        corrects=config.correction.name == "error_feedback",
+        looks_ahead=config.correction.name == "error_feedback",
+        compensates=config.correction.name == "taylor",
         overlap=config.schedule.overlap_step,
         device=device,
         timeout=timeout,

@@ -8,7 +8,7 @@ from typing import Any
 
 from megaasync.config.layout import AXES
 from megaasync.config.pipeline import phases_of
-from megaasync.config.schema import ModelConfig, TrainConfig
+from megaasync.config.schema import ModelConfig, Taylor, TrainConfig
 from megaasync.distributed.sharding import Shape
 from megaasync.models.activations import ActivationSizes, head_workspace, stage_bytes
 from megaasync.models.flops import flops_per_token, forward_flops
@@ -93,8 +93,10 @@ class _Stage:
     workspace: int
 
 
-def _state_elements(layout: FlatLayout) -> int:
-    return sum(state_elements(run.rule, run.state_shape) for run in layout.runs)
+def _state_elements(layout: FlatLayout, config: TrainConfig) -> int:
+    of_rules = sum(state_elements(run.rule, run.state_shape) for run in layout.runs)
+    remembers = isinstance(config.correction, Taylor) and config.correction.adaptive
+    return of_rules + sum(run.end - run.start for run in layout.runs if remembers)
 
 
 def _make_stage(config: TrainConfig, schedule: PipelineSchedule, index: int, activations: ActivationSizes) -> _Stage:
@@ -106,7 +108,7 @@ def _make_stage(config: TrainConfig, schedule: PipelineSchedule, index: int, act
     return _Stage(
         sizes,
         layouts,
-        max(map(_state_elements, layouts)),
+        max(_state_elements(layout, config) for layout in layouts),
         max(layout.scratch_elements for layout in layouts),
         stage_bytes(config.model, layers, activations),
         head_workspace(config.model, activations) if is_last else 0,

@@ -182,8 +182,11 @@ class Trainer:
         if phase.schedule.is_asynchronous:
             for stage in self.executor.stages:
                 if stage.versions.num_slots > 1:  # else it has no delay, and its only version is z
-                    stage.publish_master(stage.num_updates + 1)
+                    # a compensation of the pending gradient still has to read the weights that are in that slot
+                    stage.publish_master(stage.num_updates + 1, keeps=self._config.correction.name == "taylor")
             of_z = self._loss_of(ahead=1)
+            for stage in self.executor.stages:
+                stage.put_back(stage.num_updates + 1)
         else:
             of_z = self._loss_of(ahead=0)
         row["loss"] = of_z.loss

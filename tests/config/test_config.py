@@ -61,6 +61,14 @@ def test_numbers_as_yaml_gives_them():
         ({"parallel__sequence_parallel": True}, "parallel.sequence_parallel=true: there is no other rank .* set"),
         ({"cluster__gpus_per_node": 8}, r"cluster.nodes=1: 1 x 8 GPUs per node, but tensor\(1\) .* = 1 ranks; set"),
         ({"cluster__gpu_tflops": 0.0}, "cluster.gpu_tflops=0: must be above 0; set null"),
+        (
+            {"correction": {"name": "taylor", "strength": -1.0, "adaptive": False}},
+            "correction.strength=-1.0: must be at least 0",
+        ),
+        (
+            {"schedule__name": "1f1b", "correction": {"name": "taylor", "strength": 1.0, "adaptive": False}},
+            "correction=taylor: corrects a gradient delay, but schedule=1f1b has none",
+        ),
         ({"parallel__expert": 3}, "parallel.expert=3: must divide model.moe.num_experts=4, .*; set parallel.expert=1"),
         ({"parallel__data": 8}, "must be a multiple of micro_batch_size x data x expert = 2 x 8 = 16; set .*=16"),
         ({"model__moe__capacity_factor": 0.0}, "model.moe.capacity_factor=0.0: must be above 0; set null"),

@@ -194,6 +194,13 @@ def reference_run(
                 g[name] = g[name] * min(1.0, (config.train.clip_grad_norm or math.inf) / norm)
         if fault == "no settling" and max(delays) > 0 and t == T - 1:
             break
+        if config.correction.name == "taylor":  # without a delay there is no difference of weights
+            for name, one in g.items():
+                strength = torch.tensor(config.correction.strength, dtype=torch.float64)
+                if config.correction.adaptive:
+                    states[name]["dc"] = 0.95 * states[name].get("dc", 0) + 0.05 * one**2
+                    strength = strength / (states[name]["dc"] + 1e-7).sqrt()
+                g[name] = one + strength * one**2 * (x[-1][name] - weights[name].detach())
         new_x = {}
         is_handed_on = t == end - 1 < T - 1  # another phase starts from these weights
         for name in list(z):

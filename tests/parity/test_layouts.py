@@ -75,15 +75,21 @@ def test_tied_embeddings_on_one_stage_train():
     assert rows[-1] < rows[0]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+CORRECTIONS = {
+    "none": {"name": "none"},
+    "error_feedback": {"name": "error_feedback"},
+    "taylor": {"name": "taylor", "strength": 100.0, "adaptive": False},
+}
+
+
+@pytest.mark.parametrize(("schedule", "correction"), [("1f1b", "none"), ("2bw", "error_feedback"), ("2bw", "taylor")])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_evaluating_changes_no_weight(schedule, stages):
-    correction = "error_feedback" if schedule == "2bw" else "none"
+def test_evaluating_changes_no_weight(schedule, correction, stages):
 
     def weights(interval):
         config = small_config(
             schedule__name=schedule,
-            correction__name=correction,
+            correction=CORRECTIONS[correction],
             parallel__pipeline=stages,
             train__eval_interval=interval,
             train__dtype="float32",

@@ -11,6 +11,7 @@ import pytest
 
 from megaasync.config import TrainConfig
 from megaasync.config.layout import AXES, Layout
+from megaasync.config.schema import NoCorrection
 from tests.parity.reference import largest_gap, reference_run, validation_loss
 from tests.support.configs import BALANCED, small_config
 from tests.support.runs import RunNumbers, assert_same_run, run
@@ -178,6 +179,25 @@ def test_balanced_experts_equal_the_hand_written_loop(schedule, delay):
     assert largest_gap(ours.weights, by_hand.weights) < TOLERANCE
     wrong = reference_run(config, delay=1 - delay)
     assert largest_gap(ours.weights, wrong.weights) > 1e-4
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_taylor_equals_the_hand_written_loop_at_any_layout(optimizer, adaptive):
+    """DC-ASGD after clipping, through a synchronous start; strong enough to be seen."""
+    correction = {"name": "taylor", "strength": 2.0 if adaptive else 200.0, "adaptive": adaptive}
+    settings = {"correction": correction, "schedule__sync_start_steps": 2, "train__warmup_steps": 0}
+    config = config_of((1, 1, 1, 1), optimizer, steps=8, **settings)
+    one, by_hand = on_one_rank(config), reference_run(config, delay=1)
+    assert list(one.column("loss")) == pytest.approx(by_hand.losses, rel=TOLERANCE)
+    assert largest_gap(one.weights, by_hand.weights) < TOLERANCE
+    without = reference_run(dataclasses.replace(config, correction=NoCorrection("none")), delay=1)
+    assert largest_gap(one.weights, without.weights) > 1e-4
+    assert_same_run(
+        one,
+        run(config_of((2, 1, 2, 1) if adaptive else (1, 2, 2, 1), optimizer, steps=8, **settings)),
+        tolerance=TOLERANCE,
+    )
 
 
 @pytest.mark.parametrize("name", list(BALANCED))
