@@ -12,25 +12,12 @@ from megaasync.optim.matrix_rules import Mars, NorMuon
 from megaasync.optim.routing import Role, render_routing, route_parameters
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.optim.update_rule import state_elements
+from tests.optim.test_rules import SHAPES, random_tensors
+from tests.parity.reference import newton_schulz
 from tests.support.configs import small_config
 
-SHAPES = {
-    "embedding.weight": (11, 6),
-    "layers.0.attention.query.weight": (6, 6),
-    "layers.0.attention.key.weight": (3, 6),
-    "layers.0.mlp.router.weight": (4, 6),
-    "layers.0.mlp.experts.gate": (4, 5, 6),
-    "layers.0.mlp.experts.down": (4, 6, 5),
-    "layers.0.mlp_norm.weight": (6,),
-    "layers.1.attention.query.weight": (6, 6),
-}
 MATRICES = [name for name in SHAPES if "attention" in name or "experts" in name]
 LR, STEPS = 0.01, 50
-
-
-def random_tensors(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in SHAPES.items()}
 
 
 def gradients(step):
@@ -61,13 +48,7 @@ def ours(config, *, error_feedback=False):
 
 
 def orthogonal(x, steps):
-    x = x / x.norm() if x.norm() > 0 else x
-    if tall := x.shape[0] > x.shape[1]:
-        x = x.T
-    for _ in range(steps):
-        a = x @ x.T
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return x.T if tall else x
+    return newton_schulz(x, steps) if x.norm() > 0 else x
 
 
 def reference_direction(o, name, g, s, t):

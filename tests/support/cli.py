@@ -62,6 +62,17 @@ def pretrain(*arguments: str, cwd: Path, timeout: float = 120, python: tuple[str
     return Ran(done.returncode, done.stdout, done.stderr, perf_counter() - start)
 
 
+def tool(name: str, *arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(REPOSITORY / "tools" / name), *arguments],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
 def metrics(folder: Path, kind: str = "train") -> list[dict]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["kind"] == kind]

@@ -1,29 +1,13 @@
 """The tools as a user runs them: pictures that are there, figures in files, and one message for a mistake."""
 
 import csv
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 
 from megaasync.observe.trace import merge, read_chrome_trace, write_chrome_trace
 from megaasync.schedules import Costs, build_schedule, simulate
-from tests.support.cli import TINY, environment, pretrain
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-def tool(name, *arguments, cwd, timeout=120):
-    return subprocess.run(
-        [sys.executable, str(REPOSITORY / "tools" / name), *arguments],
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+from tests.support.cli import TINY, pretrain, tool
 
 
 def test_a_plan_as_text_svg_and_png(tmp_path):

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from megaasync.data.microbatches import Microbatch
 from megaasync.models.flops import flops_per_token
 from megaasync.models.transformer import DecoderStage
 from megaasync.train.plan import make_plan, render_plan
-from tests.support.cli import REPOSITORY, environment, pretrain
+from tests.support.cli import REPOSITORY, environment, pretrain, tool
 from tests.support.configs import BALANCED, small_config
 
 PAPER = ("dry_run=true", "experiment=paper_10b_moe", "cluster=slurm", "cluster.nodes=8")
@@ -163,23 +162,9 @@ def test_what_does_not_fit_or_hide_is_said():
 
 
 def test_the_measuring_tool(tmp_path):
-    ran = subprocess.run(
-        [sys.executable, str(Path(REPOSITORY) / "tools" / "measure_plan.py"), *PAPER[1:]],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ran = tool("measure_plan.py", *PAPER[1:], cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "rank 63 of 64" in ran.stdout
-    refused = subprocess.run(
-        [sys.executable, str(Path(REPOSITORY) / "tools" / "measure_plan.py"), "model=tiny_moe"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    refused = tool("measure_plan.py", "model=tiny_moe", cwd=tmp_path)
     assert refused.returncode == 2
     assert "set train.dtype=bfloat16" in refused.stderr
