@@ -98,6 +98,14 @@ def _sweep_number() -> int | None:
     return hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
 
 
+class _Stop(KeyboardInterrupt):
+    """An interrupt whose exit status is ours.
+
+    Python ends itself by SIGINT, whatever the status, once a plain KeyboardInterrupt has left an `exec`, such as the
+    ones that make dataclasses and named tuples.
+    """
+
+
 def run_app(task: Callable[[dict[str, Any]], None]) -> None:
     """Compose the config from the command line and call `task(config)` with a plain dict, once per sweep job.
 
@@ -112,7 +120,7 @@ def run_app(task: Callable[[dict[str, Any]], None]) -> None:
 
     def on_interrupt(number: int, *_: object) -> None:
         interrupts.append(number)
-        raise KeyboardInterrupt
+        raise _Stop
 
     def job(config: DictConfig) -> None:
         if HydraConfig.get().mode != RunMode.MULTIRUN:
