@@ -186,8 +186,39 @@ class MarsConfig:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class SoapConfig:
+    """SOAP (arXiv 2409.11321) for matrices, AdamW for the rest.
+
+    Attributes:
+        betas: of the moments in the eigenbasis; the second one also of the preconditioner.
+        refresh_interval: updates between steps of the eigenbases.
+        first_basis: gradients that are gathered, without an update, before the first eigenbasis.
+        largest_side: rows or columns above which a side keeps its own axes.
+        adamw_betas: of AdamW for embeddings, head, router and norms.
+    """
+
+    name: Literal["soap"]
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    refresh_interval: int
+    first_basis: int
+    largest_side: int
+    adamw_betas: tuple[float, float]
+    eps: float
+
+
 OptimizerConfig = (
-    SgdConfig | AdamWConfig | NAdamConfig | LionConfig | AdanConfig | MuonConfig | NorMuonConfig | MarsConfig
+    SgdConfig
+    | AdamWConfig
+    | NAdamConfig
+    | LionConfig
+    | AdanConfig
+    | MuonConfig
+    | NorMuonConfig
+    | MarsConfig
+    | SoapConfig
 )
 
 

@@ -220,8 +220,9 @@ def check_optimizer(config: TrainConfig) -> None:
             _at_least(f"optimizer.{name}", getattr(optimizer, name), 0)
     if hasattr(optimizer, "eps") and optimizer.eps <= 0:
         raise ConfigError(f"optimizer.eps={optimizer.eps}: must be above 0")
-    if hasattr(optimizer, "newton_schulz_steps"):
-        _at_least("optimizer.newton_schulz_steps", optimizer.newton_schulz_steps, 1)
+    for name in ("newton_schulz_steps", "refresh_interval", "first_basis", "largest_side"):
+        if hasattr(optimizer, name):
+            _at_least(f"optimizer.{name}", getattr(optimizer, name), 1)
     if config.correction.name == "taylor":
         _at_least("correction.strength", config.correction.strength, 0)
     clip = config.train.clip_grad_norm

@@ -14,10 +14,12 @@ from megaasync.config.schema import (
     NorMuonConfig,
     OptimizerConfig,
     SgdConfig,
+    SoapConfig,
 )
 from megaasync.distributed.sharding import Shape
 from megaasync.optim.elementwise_rules import AdamW, Adan, Lion, NAdam, Sgd
 from megaasync.optim.matrix_rules import Mars, Muon, NorMuon
+from megaasync.optim.soap import Soap
 from megaasync.optim.update_rule import UpdateRule
 
 
@@ -75,12 +77,16 @@ def rules_of(optimizer: OptimizerConfig) -> tuple[UpdateRule, UpdateRule | None]
             return AdamW(optimizer.betas, optimizer.eps), matrix
         case MarsConfig():
             return AdamW(optimizer.adamw_betas, optimizer.eps), Mars(optimizer.betas, optimizer.eps, optimizer.gamma)
+        case SoapConfig():
+            o = optimizer
+            matrix = Soap(o.betas, o.eps, o.refresh_interval, o.first_basis, o.largest_side)
+            return AdamW(o.adamw_betas, o.eps), matrix
 
 
 def route_parameters(shapes: Mapping[str, Shape], optimizer: OptimizerConfig) -> dict[str, Route]:
     """The routing table.
 
-    Norms and other vectors get no weight decay; everything else does. Under muon, normuon and mars, hidden matrices and
+    Norms and other vectors get no weight decay; everything else does. Under muon, normuon, mars and soap, hidden matrices and
     expert matrices get that rule, the rest goes to AdamW with the same lr.
 
     Args:

@@ -1,4 +1,4 @@
-"""nadam, lion, adan, normuon and mars: each against ten lines here and against a published library, for 50 steps."""
+"""nadam, lion, adan, normuon, mars and soap: each against ten lines here and against a published library, for 50 steps."""
 
 import math
 
@@ -10,6 +10,7 @@ import torch
 from megaasync.optim.flat_layout import FlatLayout
 from megaasync.optim.matrix_rules import Mars, NorMuon
 from megaasync.optim.routing import Role, render_routing, route_parameters
+from megaasync.optim.soap import Soap
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.optim.update_rule import state_elements
 from tests.optim.test_rules import SHAPES, random_tensors
@@ -51,6 +52,23 @@ def orthogonal(x, steps):
     return newton_schulz(x, steps) if x.norm() > 0 else x
 
 
+def soap_direction(o, g, s, t):
+    (b1, b2), k = o.betas, t - o.first_basis
+    s["L"], s["R"] = (b2 * s.get(n, 0) + (1 - b2) * x for n, x in (("L", g @ g.T), ("R", g.T @ g)))
+    if k <= 0:
+        s["QL"], s["QR"] = (torch.linalg.eigh(s[n])[1].flip(1) for n in "LR")
+        return 0 * g
+    s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
+    s["v"] = b2 * s.get("v", 0) + (1 - b2) * (s["QL"].T @ g @ s["QR"]) ** 2
+    inside = (s["QL"].T @ s["m"] @ s["QR"]) / (s["v"].sqrt() + o.eps)
+    d = s["QL"] @ inside @ s["QR"].T * math.sqrt(1 - b2**k) / (1 - b1**k)
+    if k % o.refresh_interval == 0:
+        order = {n: torch.diag(s[f"Q{n}"].T @ s[n] @ s[f"Q{n}"]).argsort(descending=True) for n in "LR"}
+        s["v"] = s["v"][order["L"]][:, order["R"]]
+        s["QL"], s["QR"] = (torch.linalg.qr(s[n] @ s[f"Q{n}"][:, order[n]])[0] for n in "LR")
+    return d
+
+
 def reference_direction(o, name, g, s, t):
     """One matrix or vector."""
     if o.name == "lion":
@@ -70,6 +88,8 @@ def reference_direction(o, name, g, s, t):
         s["v"] = o.beta2 * s.get("v", 0) + (1 - o.beta2) * (x**2).mean(1, keepdim=True)
         x = x / (s["v"].sqrt() + o.eps)
         return x * 0.2 * math.sqrt(x.numel()) / x.norm() if x.norm() > 0 else x
+    if o.name == "soap" and name in MATRICES:
+        return soap_direction(o, g, s, t)
     b1, b2 = getattr(o, "adamw_betas", o.betas) if name not in MATRICES else o.betas
     if o.name == "mars" and name in MATRICES:
         c = g + o.gamma * b1 / (1 - b1) * (g - s.get("g", 0))
@@ -99,7 +119,7 @@ def by_hand(config):
     return found
 
 
-OPTIMIZERS = ["nadam", "lion", "adan", "normuon", "mars"]
+OPTIMIZERS = ["nadam", "lion", "adan", "normuon", "mars", "soap"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -199,18 +219,19 @@ def test_a_zero_gradient_decays_only(name):
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (7, 1), (3, 3), (5, 2, 4), (0, 3, 4)])
-@pytest.mark.parametrize("rule", [NorMuon(0.95, 5, 0.95, 1e-8), Mars((0.95, 0.99), 1e-8, 0.025)])
+@pytest.mark.parametrize("rule", [NorMuon(0.95, 5, 0.95, 1e-8), Mars((0.95, 0.99), 1e-8, 0.025), Soap((0.9, 0.95), 1e-8, 1, 1, 4)])
 def test_any_shape_and_float32(rule, shape):
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     before = grad.clone()
     state = rule.init(torch.zeros(shape))
-    moved = rule.direction(grad, state, count=1)
+    for count in (1, 2, 3):  # soap's first update is the second
+        moved = rule.direction(grad, state, count=count)
     assert moved.shape == grad.shape and moved.dtype is torch.float32 and moved.isfinite().all()
     assert torch.equal(grad, before), "the gradient is kept or written"
     assert state_elements(rule, shape) == sum(tensor.numel() for tensor in state.values())
 
 
-@pytest.mark.parametrize("name", ["normuon", "mars"])
+@pytest.mark.parametrize("name", ["normuon", "mars", "soap"])
 def test_matrices_and_the_rest(name):
     routes = route_parameters(SHAPES, small_config(name).optimizer)
     rules = {parameter: type(route.rule).__name__.lower() for parameter, route in routes.items()}
@@ -218,3 +239,31 @@ def test_matrices_and_the_rest(name):
     assert {rule for parameter, rule in rules.items() if parameter not in MATRICES} == {"adamw"}
     assert routes["layers.0.mlp.experts.gate"].role is Role.EXPERTS
     assert "router" in render_routing(routes, SHAPES)
+
+
+@pytest.mark.parametrize("largest_side", [100, 6])
+def test_soap_equals_a_library(largest_side):
+    """To 1e-6 before the first step of the bases, 1e-4 after it: the library's QR runs in float32."""
+    shapes, steps = {"a": (6, 6), "b": (9, 9), "c": (9, 6)}, 40
+    if largest_side == 100:
+        del shapes["c"]  # its first R has a null space, whose basis is arbitrary
+    rule = Soap((0.95, 0.9), 1e-8, 10, 1, largest_side)
+    start, common = random_tensors(1, shapes), random_tensors(2, shapes)
+    mine = {n: z.clone() for n, z in start.items()}
+    states = {n: rule.init(z[None]) for n, z in mine.items()}
+    theirs = {n: torch.nn.Parameter(z.clone()) for n, z in start.items()}
+    library = pytorch_optimizer.SOAP(
+        theirs.values(), lr=LR, betas=rule.betas, weight_decay=0.0, precondition_frequency=10,
+        max_precondition_dim=largest_side,
+    )  # fmt: skip
+    for step in range(steps):
+        own = random_tensors(100 + step, shapes)
+        for name, z in mine.items():
+            grad = common[name] + own[name]
+            theirs[name].grad = grad.clone()
+            z.sub_(rule.direction(grad[None], states[name], count=step + 1)[0], alpha=LR)
+        library.step()
+        for name, z in mine.items():
+            tolerance = 1e-6 if step <= 10 else 1e-4
+            np.testing.assert_allclose(z.numpy(), theirs[name].detach().numpy(), rtol=0, atol=tolerance, err_msg=name)
+    assert all((mine[name] - start[name]).abs().max() > 10 * LR for name in shapes)

@@ -48,6 +48,17 @@ _OPTIMIZERS = {
         "adamw_betas": [0.9, 0.95],
         "eps": 1e-8,
     },
+    "soap": {
+        "name": "soap",
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "betas": [0.95, 0.95],
+        "refresh_interval": 7,
+        "first_basis": 4,
+        "largest_side": 1000,
+        "adamw_betas": [0.9, 0.95],
+        "eps": 1e-8,
+    },
 }
 
 _BASE: dict[str, Any] = {
