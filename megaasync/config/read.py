@@ -100,6 +100,10 @@ def _read_value(annotation: Any, value: Any, key: str) -> Any:
         return tuple(
             _read_value(item, one, f"{key}[{i}]") for i, (item, one) in enumerate(zip(items, value, strict=True))
         )
+    if get_origin(annotation) is dict:
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+            raise ConfigError(f"{key}={value!r}: expected names and values, as in +{key}.name=value")
+        return dict(value)
     return _read_scalar(annotation, value, key)
 
 

@@ -1,7 +1,7 @@
 """What was asked for: the whole configuration as frozen dataclasses. Field names are the keys that users type."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megaasync.config.layout import Layout
 
@@ -209,6 +209,27 @@ class SoapConfig:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class TorchOptimizerConfig:
+    """Any `torch.optim.Optimizer`, delayed and corrected like ours.
+
+    Attributes:
+        target: importable name of the class, as torch.optim.RMSprop.
+        arguments: of its construction, without lr and weight_decay.
+        elementwise: it steps every parameter; otherwise hidden and expert matrices, each whole, and AdamW the rest.
+        betas, eps: of that AdamW.
+    """
+
+    name: Literal["torch"]
+    target: str
+    arguments: dict[str, Any]
+    elementwise: bool
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+
+
 OptimizerConfig = (
     SgdConfig
     | AdamWConfig
@@ -219,6 +240,7 @@ OptimizerConfig = (
     | NorMuonConfig
     | MarsConfig
     | SoapConfig
+    | TorchOptimizerConfig
 )
 
 

@@ -15,11 +15,13 @@ from megaasync.config.schema import (
     OptimizerConfig,
     SgdConfig,
     SoapConfig,
+    TorchOptimizerConfig,
 )
 from megaasync.distributed.sharding import Shape
 from megaasync.optim.elementwise_rules import AdamW, Adan, Lion, NAdam, Sgd
 from megaasync.optim.matrix_rules import Mars, Muon, NorMuon
 from megaasync.optim.soap import Soap
+from megaasync.optim.torch_optimizer import torch_optimizer_rule
 from megaasync.optim.update_rule import UpdateRule
 
 
@@ -81,12 +83,17 @@ def rules_of(optimizer: OptimizerConfig) -> tuple[UpdateRule, UpdateRule | None]
             o = optimizer
             matrix = Soap(o.betas, o.eps, o.refresh_interval, o.first_basis, o.largest_side)
             return AdamW(o.adamw_betas, o.eps), matrix
+        case TorchOptimizerConfig(target=target, arguments=arguments, elementwise=True):
+            return torch_optimizer_rule(target, arguments, is_matrix_rule=False), None
+        case TorchOptimizerConfig(target=target, arguments=arguments):
+            matrix = torch_optimizer_rule(target, arguments, is_matrix_rule=True)
+            return AdamW(optimizer.betas, optimizer.eps), matrix
 
 
 def route_parameters(shapes: Mapping[str, Shape], optimizer: OptimizerConfig) -> dict[str, Route]:
     """The routing table.
 
-    Norms and other vectors get no weight decay; everything else does. Under muon, normuon, mars and soap, hidden matrices and
+    Norms and other vectors get no weight decay; everything else does. Under matrix rules, hidden matrices and
     expert matrices get that rule, the rest goes to AdamW with the same lr.
 
     Args:

@@ -10,10 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megaasync.config.schema import ConfigError
 from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.optim.delay_compensation import DelayCompensation
 from megaasync.optim.flat_layout import FlatLayout, Run, parts_of
 from megaasync.optim.homes import bring_home, send_back
+from megaasync.optim.torch_optimizer import TorchOptimizer
 from megaasync.optim.update_rule import State
 
 
@@ -54,6 +56,11 @@ class StageOptimizer:
         self.master = torch.zeros(layout.owned_size, dtype=dtype, device=device)
         layout.copy_owned(self.master, flat)
         del flat
+        if any(run.homes and isinstance(run.rule, TorchOptimizer) and run.rule.sees_weights for run in layout.runs):
+            raise ConfigError(
+                "optimizer.name=torch: the step of this class depends on the weights, which are not brought together "
+                "for it; set parallel.tensor=1 or take another class"
+            )
         self._states = [run.rule.init(self.master.new_empty(run.state_shape)) for run in layout.runs]
         self._memories = [compensation.init(run.view_owned(self.master)) if compensation else {} for run in layout.runs]
         self._learning_rate = learning_rate
@@ -96,7 +103,7 @@ class StageOptimizer:
                 self._move(run, z, x, self._direction_at_home(run, grad, state), lr=lr, ahead=ahead)
                 continue
             for part in parts_of(grad.shape):
-                direction = self._direction(run, grad[part], state, part)
+                direction = self._direction(run, grad[part], state, part, weights=z[part], lr=lr)
                 self._move(run, z[part], x[part], direction, lr=lr, ahead=ahead)
 
     def _compensate(self, grad: Tensor, memory: State, *, now: Tensor, then: Tensor) -> None:
@@ -104,8 +111,14 @@ class StageOptimizer:
             its_memory = {name: tensor[part] for name, tensor in memory.items()}
             self._compensation.apply_(grad[part], its_memory, now=now[part], then=then[part])
 
-    def _direction(self, run: Run, grad: Tensor, state: State, part: slice) -> Tensor:
+    def _direction(
+        self, run: Run, grad: Tensor, state: State, part: slice, *, weights: Tensor | None = None, lr: float = 0.0
+    ) -> Tensor:
         its_state = {name: tensor[part] for name, tensor in state.items()}
+        if isinstance(run.rule, TorchOptimizer) and run.rule.sees_weights:
+            if lr == 0:
+                return torch.zeros_like(grad)
+            return run.rule.direction(grad, its_state, count=self.num_updates, weights=weights, lr=lr)
         return run.rule.direction(grad, its_state, count=self.num_updates)
 
     def _direction_at_home(self, run: Run, grad: Tensor, state: State) -> Tensor:

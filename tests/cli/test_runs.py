@@ -189,7 +189,7 @@ def test_help_and_cfg_are_readable(tmp_path):
     assert ran.status == 0
     for word in (
         "usage: python -m megaasync.pretrain",
-        "optimizer: adamw, adan, lion, mars, muon, nadam, normuon, sgd, soap",
+        "optimizer: adamw, adan, lion, mars, muon, nadam, normuon, sgd, soap, torch",
         "schedule: 1f1b, 2bw",
         "Examples:",
     ):

@@ -1,4 +1,4 @@
-"""nadam, lion, adan, normuon, mars and soap: each against ten lines here and against a published library, for 50 steps."""
+"""nadam, lion, adan, normuon, mars, soap: each against ten lines here and a published library, for 50 steps."""
 
 import math
 
@@ -219,7 +219,9 @@ def test_a_zero_gradient_decays_only(name):
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (7, 1), (3, 3), (5, 2, 4), (0, 3, 4)])
-@pytest.mark.parametrize("rule", [NorMuon(0.95, 5, 0.95, 1e-8), Mars((0.95, 0.99), 1e-8, 0.025), Soap((0.9, 0.95), 1e-8, 1, 1, 4)])
+@pytest.mark.parametrize(
+    "rule", [NorMuon(0.95, 5, 0.95, 1e-8), Mars((0.95, 0.99), 1e-8, 0.025), Soap((0.9, 0.95), 1e-8, 1, 1, 4)]
+)
 def test_any_shape_and_float32(rule, shape):
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     before = grad.clone()

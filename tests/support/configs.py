@@ -48,6 +48,16 @@ _OPTIMIZERS = {
         "adamw_betas": [0.9, 0.95],
         "eps": 1e-8,
     },
+    "torch": {
+        "name": "torch",
+        "target": "torch.optim.RMSprop",
+        "arguments": {},
+        "elementwise": True,
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+    },
     "soap": {
         "name": "soap",
         "lr": 0.01,
