@@ -21,4 +21,5 @@ def phases_of(config: TrainConfig) -> tuple[Phase, ...]:
         chunks=parallel.virtual_stages,
         extra_in_flight=schedule.extra_in_flight,
         tied=config.model.tie_embeddings,
+        delay=schedule.delay,
     )

@@ -253,6 +253,8 @@ class ScheduleConfig:
             synchronous schedule of the same placement.
         extra_in_flight: rounds of forwards ahead beyond the minimum; 1 hides the latency of a hop between stages.
         overlap_step: reduction, norm and optimizer step run beside forwards and backwards; false exposes them.
+        delay: of each stage, in place of the schedule's own, for studies on one rank: 2bw with one stage, or
+            interleaved_2bw with parallel.virtual_stages of them; null for the schedule's own.
     """
 
     name: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "2bw", "interleaved_2bw", "pipedream", "wpipe"]
@@ -260,6 +262,7 @@ class ScheduleConfig:
     sync_cooldown_steps: int
     extra_in_flight: int
     overlap_step: bool
+    delay: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from megaasync.schedules.asynchronous import interleaved_2bw, pipedream, pipedream_2bw, wpipe
 from megaasync.schedules.passes import with_tied_embeddings
+from megaasync.schedules.rules import check
 from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
 from megaasync.schedules.synchronous import gpipe, interleaved_1f1b, one_f_one_b
 from megaasync.schedules.zero_bubble import zb_h1, zbv
@@ -56,6 +57,7 @@ def build_schedule(
     extra_in_flight: int = 0,
     tied: bool = False,
     since: int = 0,
+    delay: tuple[int, ...] | None = None,
 ) -> PipelineSchedule:
     """A schedule by name. Tables are values, so the same request gets the same one.
 
@@ -67,9 +69,10 @@ def build_schedule(
         extra_in_flight: rounds of forwards ahead beyond the minimum.
         tied: the first and the last stage share their embedding.
         since: step at which the phase begins that this schedule is used in.
+        delay: of each stage, in place of the schedule's own; on one rank only.
 
     Raises:
-        ScheduleError: the schedule is not defined for these sizes.
+        ScheduleError: the schedule is not defined for these sizes, or a delay is shorter than its order needs.
     """
     kind = SCHEDULES[name]
     fewest, most = kind.chunks
@@ -83,4 +86,29 @@ def build_schedule(
     schedule = kind.build(
         num_ranks=num_ranks, num_microbatches=num_microbatches, chunks=chunks, extra_in_flight=extra_in_flight
     )
-    return replace(with_tied_embeddings(schedule) if tied else schedule, since=since)
+    schedule = replace(with_tied_embeddings(schedule) if tied else schedule, since=since)
+    return schedule if delay is None else _with_delay(schedule, delay)
+
+
+def _with_delay(schedule: PipelineSchedule, delay: tuple[int, ...]) -> PipelineSchedule:
+    if schedule.num_ranks != 1 or not SCHEDULES[schedule.name].has_delay:
+        raise ScheduleError(
+            f"schedule.delay={list(delay)} is for studies on one rank, with 2bw for one stage or interleaved_2bw for "
+            f"several, not for {schedule.name} on {schedule.num_ranks}",
+            remedy="schedule.delay=null",
+        )
+    if len(delay) != schedule.num_stages:
+        several = f"schedule=interleaved_2bw parallel.virtual_stages={len(delay)}"
+        raise ScheduleError(
+            f"schedule.delay={list(delay)} has {len(delay)} delays for {schedule.num_stages} stage(s)",
+            remedy="schedule=2bw" if len(delay) == 1 else several,
+        )
+    # forwards run ahead of the last backward everywhere but on the last stage
+    if min(delay) < 0 or 0 in delay[:-1]:
+        raise ScheduleError(
+            f"schedule.delay={list(delay)}: every stage but the last one needs a delay of at least 1",
+            remedy="schedule=1f1b schedule.delay=null for no delay at all",
+        )
+    schedule = replace(schedule, delay=delay)
+    check(schedule)
+    return schedule

@@ -41,6 +41,7 @@ def make_phases(
     chunks: int | None,
     extra_in_flight: int,
     tied: bool,
+    delay: tuple[int, ...] | None = None,
 ) -> tuple[Phase, ...]:
     """The phases of a run of `num_steps` steps; empty ones are left out.
 
@@ -73,6 +74,7 @@ def make_phases(
             extra_in_flight=extra_in_flight,
             tied=tied,
             since=first,
+            delay=delay if one == name else None,
         )
         phases.append(Phase(schedule, first, first + length, settles=first + length < num_steps))
         first += length

@@ -122,6 +122,21 @@ def test_numbers_as_yaml_gives_them():
             r"layers_per_stage=\[3, 2\]: must be 2 numbers of at least 1 that sum to model.num_layers=4",
         ),
         ({"parallel__layers_per_stage": 4}, "parallel.layers_per_stage=4: expected a list"),
+        (
+            {"schedule__delay": [1, 1]},
+            "has 2 delays for 1 stage.*set schedule=interleaved_2bw parallel.virtual_stages=2",
+        ),
+        ({"schedule__delay": [-1]}, "every stage but the last one needs a delay of at least 1"),
+        (
+            {"schedule__delay": [1, 0, 1], "schedule__name": "interleaved_2bw", "parallel__virtual_stages": 3},
+            "every stage but the last one needs a delay of at least 1",
+        ),
+        ({"schedule__delay": [1], "parallel__pipeline": 2}, "is for studies on one rank.*set schedule.delay=null"),
+        ({"schedule__delay": [0], "schedule__name": "1f1b"}, "is for studies on one rank"),
+        (
+            {"optimizer": {**plain_config("torch")["optimizer"], "arguments": 3}},
+            "optimizer.arguments=3: expected names",
+        ),
         ({"parallel__timeout_seconds": 0.0}, "parallel.timeout_seconds=0: must be above 0"),
         ({"data__num_tokens": 8}, "data.num_tokens=8: must be above model.seq_length=8"),
         ({"data__branching": 65}, "data.branching=65: must lie in"),

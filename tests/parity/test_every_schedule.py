@@ -117,6 +117,25 @@ def test_wpipe_equals_the_loop(stages, microbatches, optimizer, correction):
     assert_equals_the_loop(run(config), reference_run(config, delay=delays), config)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "delay", "optimizer", "correction"),
+    [
+        ("2bw", [3], "muon", "error_feedback"),
+        ("interleaved_2bw", [3, 2, 1, 0], "adamw", "error_feedback"),
+        ("interleaved_2bw", [3, 2, 1, 0], "muon", "taylor"),
+        ("interleaved_2bw", [1, 4], "muon", "none"),
+    ],
+)
+def test_a_given_delay_vector_equals_the_loop(schedule, delay, optimizer, correction):
+    """For studies on one rank; clipped by the global norm whatever the delays."""
+    config = config_of(
+        schedule, 1, 2, optimizer, parallel__virtual_stages=len(delay), schedule__delay=delay, train__steps=10,
+        correction__name=correction,
+        **({"correction__strength": 0.5, "correction__adaptive": False} if correction == "taylor" else {}),
+    )  # fmt: skip
+    assert_equals_the_loop(run(config), reference_run(config, delay=delay), config)
+
+
 def test_a_wrong_delay_vector_is_noticed():
     pipedream, wpipe = config_of("pipedream", 4, 1, train__steps=12), config_of("wpipe", 2, 2)
     wrong = {

@@ -107,6 +107,7 @@ _BASE: dict[str, Any] = {
         "sync_cooldown_steps": 0,
         "extra_in_flight": 0,
         "overlap_step": True,
+        "delay": None,
     },
     "correction": {"name": "none"},
     "parallel": {
