@@ -133,10 +133,6 @@ def test_numbers_as_yaml_gives_them():
         ),
         ({"schedule__delay": [1], "parallel__pipeline": 2}, "is for studies on one rank.*set schedule.delay=null"),
         ({"schedule__delay": [0], "schedule__name": "1f1b"}, "is for studies on one rank"),
-        (
-            {"optimizer": {**plain_config("torch")["optimizer"], "arguments": 3}},
-            "optimizer.arguments=3: expected names",
-        ),
         ({"parallel__timeout_seconds": 0.0}, "parallel.timeout_seconds=0: must be above 0"),
         ({"data__num_tokens": 8}, "data.num_tokens=8: must be above model.seq_length=8"),
         ({"data__branching": 65}, "data.branching=65: must lie in"),

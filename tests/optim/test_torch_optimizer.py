@@ -65,6 +65,11 @@ def test_moves_a_matrix_as_the_class_does_by_itself(target):
         )
 
 
+def test_arguments_are_names_and_values():
+    with pytest.raises(ConfigError, match="optimizer.arguments=3: expected names and values"):
+        small_config("torch", optimizer__arguments=3)
+
+
 @pytest.mark.parametrize(
     ("target", "arguments", "message"),
     [
