@@ -103,7 +103,8 @@ def _read_value(annotation: Any, value: Any, key: str) -> Any:
     if get_origin(annotation) is dict:
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise ConfigError(f"{key}={value!r}: expected names and values, as in +{key}.name=value")
-        return dict(value)
+        item = get_args(annotation)[1]
+        return value if item is Any else {name: _read_value(item, one, f"{key}.{name}") for name, one in value.items()}
     return _read_scalar(annotation, value, key)
 
 
