@@ -77,11 +77,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class SgdConfig:
-    """Plain stochastic gradient descent, for checks: u = lr (g + weight_decay z)."""
+    """Stochastic gradient descent, for checks: u = lr (g + weight_decay z); `momentum` mu as Muon's, 0 for none."""
 
     name: Literal["sgd"]
     lr: float
     weight_decay: float
+    momentum: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,20 @@ from megaasync.optim.update_rule import State
 
 @dataclass(frozen=True, slots=True)
 class Sgd:
-    """d = g."""
+    """d = (1-mu) g + mu m with m = mu m + (1-mu) g, Nesterov's form as Muon's; without momentum d = g."""
+
+    momentum: float = 0.0
 
     def init(self, like: Tensor) -> State:
-        """No state."""
-        return {}
+        """Momentum, if there is one."""
+        return {"m": torch.zeros_like(like)} if self.momentum else {}
 
     def direction(self, grad: Tensor, state: State, *, count: int) -> Tensor:
-        """The gradient itself."""
-        return grad.clone()
+        """The gradient itself, or with what the momentum adds."""
+        if not self.momentum:
+            return grad.clone()
+        state["m"].lerp_(grad, 1 - self.momentum)
+        return torch.lerp(grad, state["m"], self.momentum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def rules_of(optimizer: OptimizerConfig) -> tuple[UpdateRule, UpdateRule | None]
     """(for elements, for hidden and expert matrices if they get another one)."""
     match optimizer:
         case SgdConfig():
-            return Sgd(), None
+            return Sgd(optimizer.momentum), None
         case AdamWConfig():
             return AdamW(optimizer.betas, optimizer.eps), None
         case NAdamConfig():

@@ -8,7 +8,7 @@ from megaasync.config import TrainConfig, read, validate
 from megaasync.config.schema import MoeConfig
 
 _OPTIMIZERS = {
-    "sgd": {"name": "sgd", "lr": 0.5, "weight_decay": 0.1},
+    "sgd": {"name": "sgd", "lr": 0.5, "weight_decay": 0.1, "momentum": 0.0},
     "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8},
     "muon": {
         "name": "muon",

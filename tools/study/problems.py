@@ -1,0 +1,146 @@
+"""Small problems with known smoothness, run by the product's executor on one rank under any delay."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor, nn
+
+from megaasync.config.schema import OptimizerConfig
+from megaasync.data.microbatches import Microbatch
+from megaasync.distributed.p2p import TensorSpec
+from megaasync.distributed.rank_group import ALONE
+from megaasync.observe.trace import Recorder
+from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.routing import Role, Route, rules_of
+from megaasync.optim.stage_optimizer import StageOptimizer
+from megaasync.pipeline.channels import Channels, Transport
+from megaasync.pipeline.executor import Executor
+from megaasync.pipeline.stage import PipelineStage
+from megaasync.pipeline.updates import Updates
+from megaasync.schedules import make_phases
+from megaasync.train.sizes import needs_of
+
+_TIMEOUT = timedelta(seconds=60)
+
+
+class Problem(nn.Module):
+    """A loss of one parameter `weight`; called as the last stage of a model is, with the step as its only token."""
+
+    def __init__(self, start: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(start.clone())
+
+    def loss(self, weight: Tensor, step: int) -> Tensor:
+        """Scalar; may depend on the step through its noise."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
+        """The loss of the step that the microbatch names."""
+        return self.loss(self.weight, int(microbatch.tokens_BS))
+
+
+class _Steps:
+    """A source whose microbatch is the number of its step."""
+
+    def get(self, step: int, microbatch: int) -> Microbatch:
+        number = torch.full((1, 1), step)
+        return Microbatch(number, number, torch.ones(1, 1, dtype=torch.bool))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a problem is solved.
+
+    Attributes:
+        delay: in updates; 0 is synchronous.
+        corrected: by error feedback, which looks `delay` updates ahead.
+        lr: constant.
+    """
+
+    optimizer: OptimizerConfig
+    delay: int
+    corrected: bool
+    lr: float
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What a step saw.
+
+    Attributes:
+        loss: at the weights it ran at.
+        z: the masters when its result was known; in float64.
+    """
+
+    loss: float
+    grad_norm: float
+    z: Tensor
+
+
+def solve(problem: Problem, setting: Setting) -> Iterator[Visit]:
+    """Run the executor; one visit per step."""
+    optimizer, device = setting.optimizer, torch.device("cpu")
+    name = "1f1b" if setting.delay == 0 else "2bw"
+    (phase,) = make_phases(
+        name,
+        num_steps=setting.steps,
+        sync_start_steps=0,
+        sync_cooldown_steps=0,
+        num_ranks=1,
+        num_microbatches=1,
+        chunks=None,
+        extra_in_flight=0,
+        tied=False,
+        delay=None if setting.delay == 0 else (setting.delay,),
+    )
+    needs = needs_of((phase,))
+    weight = problem.weight
+    element, matrix = rules_of(optimizer)
+    is_matrix = matrix is not None and weight.dim() == 2
+    route = Route(Role.MATRIX, matrix if is_matrix else element, optimizer.weight_decay, is_matrix)
+    layout = FlatLayout({"weight": tuple(weight.shape)}, {"weight": route})
+    stage = PipelineStage(
+        problem,
+        layout,
+        StageOptimizer(layout, [weight.detach()], dtype=weight.dtype, learning_rate=lambda update: setting.lr),
+        index=0,
+        num_stages=1,
+        num_versions=needs.versions[0],
+        num_gradient_buffers=needs.gradient_buffers[0],
+    )
+    recorder = Recorder(0, traced=False, synchronize=None, enabled=False)
+    updates = Updates(
+        [stage],
+        num_stages=1,
+        clip_grad_norm=None,
+        norm=ALONE,
+        ends=None,
+        looks_ahead=setting.corrected,
+        compensates=False,
+        overlap=False,
+        device=device,
+        timeout=_TIMEOUT,
+        recorder=recorder,
+    )
+    transport = Transport(TensorSpec((1,), weight.dtype, device), posted_ahead=2, max_outstanding=3, timeout=_TIMEOUT)
+    executor = Executor(
+        [stage],
+        _Steps(),
+        updates,
+        Channels(phase.schedule.rank_of_stage, rank=0, transport=transport, peers=(0,), groups={}),
+        rank=0,
+        name="rank 0",
+        counts=True,
+        device=device,
+        group=ALONE,
+        recorder=recorder,
+    )
+    try:
+        for result in executor.run(phase, 0, setting.steps, settle=True):
+            z = stage.master[: weight.numel()].view(weight.shape)
+            yield Visit(result.loss, result.grad_norm, z.to(torch.float64, copy=True))
+    finally:
+        executor.close()
