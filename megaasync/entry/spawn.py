@@ -7,7 +7,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -104,6 +105,16 @@ def _rank_main(
         os._exit(1)  # the group may hang in its own clean-up when a peer is gone
 
 
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Signals that stop a run arrive after this."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+
+
 def _start_fork_server() -> ForkServerContext:
     """The fork server, deaf to signals that stop a run: it must outlive the ranks, which end in good order.
 
@@ -113,11 +124,8 @@ def _start_fork_server() -> ForkServerContext:
     context = get_context("forkserver")
     context.set_forkserver_preload([_PRELOAD])
     resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-    try:
+    with _held_back():
         forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     return context
 
 
@@ -159,9 +167,10 @@ def spawn_ranks(
                 receiving, sending = context.Pipe(duplex=False)
                 environment = RankEnvironment(rank, world_size, rank, world_size, f"file://{Path(meeting) / 'store'}")
                 process = context.Process(target=_rank_main, args=(sending, target, environment, args))
-                process.start()
+                with _held_back():  # a rank that has started is one that we know of, and end
+                    process.start()
+                    processes.append(process)
                 sending.close()
-                processes.append(process)
                 connections.append(receiving)
             all_started = True
             return _wait_for(
