@@ -31,7 +31,7 @@ def test_the_smoothness_is_an_upper_bound_that_is_nearly_reached(name):
             rise = torch.linalg.matrix_norm(gradient(problem, x + change) - gradient(problem, x), "nuc")
             ratios.append((rise / torch.linalg.matrix_norm(change, 2)).item() / problem.smoothness)
     assert max(ratios) <= 1 + 1e-9
-    assert max(ratios) > (0.99 if name == "quadratic" else 0.1)
+    assert max(ratios) > (0.99 if name == "quadratic" else 0.05)
 
 
 def test_noise_has_no_bias_and_belongs_to_its_step():
@@ -56,10 +56,10 @@ def test_a_run_is_muon_by_hand():
 
 def test_the_tool_writes_its_table_and_pictures(tmp_path):
     ran = tool(
-        "tools/delay_theory.py", "steps=64", "delays=0,2", "problems=quadratic", "step_sizes=0.02,0.08", "out=t",
+        "delay_theory.py", "steps=64", "delays=0,2", "problems=quadratic", "step_sizes=0.02,0.08", "out=t",
         cwd=tmp_path,
     )  # fmt: skip
-    assert ran.status == 0, ran.err
+    assert ran.returncode == 0, ran.err
     rows = list(csv.DictReader((tmp_path / "t" / "theory.csv").open()))
     assert [(row["delay"], row["correction"]) for row in rows] == [
         ("0", "none"),
@@ -74,5 +74,5 @@ def test_the_tool_writes_its_table_and_pictures(tmp_path):
         (["delays=1,2"], "delays=[1, 2]: must hold 0"),
         (["problems=cubic"], "problems=cubic: unknown problem"),
     ):
-        ran = tool("tools/delay_theory.py", *arguments, cwd=tmp_path)
-        assert ran.status == 2 and words in ran.err and "Traceback" not in ran.err
+        ran = tool("delay_theory.py", *arguments, cwd=tmp_path)
+        assert ran.returncode == 2 and words in ran.err and "Traceback" not in ran.err
