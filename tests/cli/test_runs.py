@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import REPOSITORY, TINY, command, environment, metrics, pretrain, summary
+from tests.support.tiers import also_slow
 
 EXACT = ["train.dtype=float64", "train.lr_schedule=constant"]
 
@@ -249,8 +250,19 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
-@pytest.mark.parametrize("to", ["launcher", "group", "rank"])
+@pytest.mark.parametrize(
+    ("number", "to"),
+    also_slow(
+        [
+            (number, to)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            for to in ("launcher", "group", "rank")
+        ],
+        kept=(1, 3, 5, 6),
+        area="survive",
+    ),
+    ids=str,
+)
 def test_a_signal_ends_all_ranks_with_the_folder_whole(tmp_path, long_run, number, to):
     """To the launcher; to all, as a terminal, `timeout` or scancel do; to one rank (which heeds SIGTERM only)."""
     if to == "rank" and number is not signal.SIGTERM:
@@ -287,8 +299,15 @@ def wait_until_heeded(process: subprocess.Popen, number: signal.Signals) -> None
     raise AssertionError(f"the launcher never caught {number.name}")
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.2, 0.8, 2.3])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    ("number", "delay"),
+    also_slow(
+        [(number, delay) for number in (signal.SIGINT, signal.SIGTERM) for delay in (0.0, 0.2, 0.8, 2.3)],
+        kept=(0, 2, 5, 7),
+        area="survive",
+    ),
+    ids=str,
+)
 def test_a_signal_during_start_up_leaves_nothing(tmp_path, long_run, delay, number):
     process = long_run
     wait_until_heeded(process, signal.SIGTERM)  # main's first line; Python itself catches SIGINT from its start
@@ -431,6 +450,7 @@ def test_torchrun_gives_the_numbers_of_a_bare_start(tmp_path, bare, launched):
     assert [row["loss"] for row in alone] == [row["loss"] for row in together]
 
 
+@pytest.mark.slow("out")
 def test_wandb_offline_logs_on_our_step_axis_and_a_broken_one_stops_nothing(tmp_path):
     arguments = [*TINY, "train.steps=3"]
     ran = pretrain(*arguments, "logging.wandb.mode=offline", "run.dir=offline", cwd=tmp_path)

@@ -8,6 +8,7 @@ from megaasync.distributed.groups import leave_group
 from megaasync.entry.spawn import spawn_ranks
 from tests.parity.test_mesh import DENSE, ODD, config_of
 from tests.pipeline.test_executor import build
+from tests.support.tiers import also_slow
 
 STEPS = 20
 
@@ -44,7 +45,8 @@ def first_difference(one, other):
 
 
 @pytest.mark.parametrize(
-    ("layout", "sequence_parallel", "base"), [((2, 1, 2, 1), True, DENSE), ((1, 2, 1, 2), False, ODD)]
+    ("layout", "sequence_parallel", "base"),
+    also_slow([((2, 1, 2, 1), True, DENSE), ((1, 2, 1, 2), False, ODD)], kept=(1,), area="layouts"),
 )
 def test_float32_follows_one_rank(layout, sequence_parallel, base):
     def ranks(layout, **arguments):

@@ -4,18 +4,22 @@ import pytest
 
 from tests.support.configs import small_config
 from tests.support.runs import assert_same_run, run
+from tests.support.tiers import also_slow
 
 TOLERANCE = 1e-9
 
 
 @pytest.mark.parametrize(
     ("schedule", "optimizer", "correction"),
-    [
-        ("1f1b", "adamw", "none"),
-        ("1f1b", "muon", "none"),
-        ("2bw", "adamw", "none"),
-        ("2bw", "muon", "error_feedback"),
-    ],
+    also_slow(
+        [
+            ("1f1b", "adamw", "none"),
+            ("1f1b", "muon", "none"),
+            ("2bw", "adamw", "none"),
+            ("2bw", "muon", "error_feedback"),
+        ],
+        kept=(0, 3),
+    ),
 )
 def test_two_and_four_stages_equal_one(schedule, optimizer, correction):
     def numbers(stages):
@@ -82,8 +86,13 @@ CORRECTIONS = {
 }
 
 
-@pytest.mark.parametrize(("schedule", "correction"), [("1f1b", "none"), ("2bw", "error_feedback"), ("2bw", "taylor")])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    ("stages", "schedule", "correction"),
+    also_slow(
+        [(p, *case) for p in (1, 2) for case in (("1f1b", "none"), ("2bw", "error_feedback"), ("2bw", "taylor"))],
+        kept=(2, 4),
+    ),
+)
 def test_evaluating_changes_no_weight(schedule, correction, stages):
 
     def weights(interval):

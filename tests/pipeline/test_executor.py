@@ -21,6 +21,7 @@ from megaasync.schedules import COMPUTE_OPS, Op
 from megaasync.train.build import build_trainer
 from tests.support.configs import small_config
 from tests.support.runs import RunNumbers, run
+from tests.support.tiers import also_slow
 
 
 def build(environment, config):
@@ -215,7 +216,10 @@ EXPOSED_STOPS = [("2bw", 1, 9), ("2bw", 2, 14), ("wpipe", 2, 30)]
 
 @pytest.mark.parametrize(
     ("schedule", "rank", "at", "overlap"),
-    [*((*stop, True) for stop in STOPS), *((*stop, False) for stop in EXPOSED_STOPS)],
+    also_slow(
+        [*((*stop, True) for stop in STOPS), *((*stop, False) for stop in EXPOSED_STOPS)],
+        kept=(0, 3, 6, 8, 11, 13, 16, 18, 20),
+    ),
 )
 def test_a_stop_at_any_moment_ends_all_ranks_after_the_same_step(schedule, rank, at, overlap):
     """8 steps, evaluation after the 4th; the stop is asked for at one rank's n-th forward.
@@ -409,6 +413,7 @@ def test_float32_stays_near_float64_for_a_dense_model():
     np.testing.assert_allclose(one.column("loss"), two.column("loss"), rtol=1e-4)
 
 
+@pytest.mark.slow("engine")
 def test_training_learns_the_chain_towards_its_entropy():
     """The synthetic source's best loss is known: training comes close to it and never below."""
     config = small_config(

@@ -56,10 +56,10 @@ def test_a_run_is_muon_by_hand():
 
 def test_the_tool_writes_its_table_and_pictures(tmp_path):
     ran = tool(
-        "delay_theory.py", "steps=64", "delays=0,2", "problems=quadratic", "step_sizes=0.02,0.08", "out=t",
+        "delay_theory.py", "steps=32", "delays=0,2", "problems=quadratic", "step_sizes=0.08", "out=t",
         cwd=tmp_path,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.err
+    assert ran.returncode == 0, ran.stderr
     rows = list(csv.DictReader((tmp_path / "t" / "theory.csv").open()))
     assert [(row["delay"], row["correction"]) for row in rows] == [
         ("0", "none"),
@@ -67,7 +67,7 @@ def test_the_tool_writes_its_table_and_pictures(tmp_path):
         ("2", "error feedback"),
     ]
     for row in rows:
-        limit = bound(_PROBLEMS["quadratic"](0), delay=int(row["delay"]), steps=64)
+        limit = bound(_PROBLEMS["quadratic"](0), delay=int(row["delay"]), steps=32)
         assert float(row["norm"]) <= limit == pytest.approx(float(row["bound"]))
     assert (tmp_path / "t" / "quadratic.png").stat().st_size > 10_000
     for arguments, words in (
@@ -75,4 +75,4 @@ def test_the_tool_writes_its_table_and_pictures(tmp_path):
         (["problems=cubic"], "problems=cubic: unknown problem"),
     ):
         ran = tool("delay_theory.py", *arguments, cwd=tmp_path)
-        assert ran.returncode == 2 and words in ran.err and "Traceback" not in ran.err
+        assert ran.returncode == 2 and words in ran.stderr and "Traceback" not in ran.stderr

@@ -1,0 +1,159 @@
+"""tools/delay_study.py: its runs are the product's, are not made twice, and its tables say what the runs said."""
+
+import csv
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from delay_study import read_options
+from megaasync.config import ConfigError, TrainConfig, read, validate
+from study.design import Run, runs_of
+from study.results import cells_of, chosen_lrs, markdown_table
+from study.runner import Result
+from tests.support.cli import TINY, metrics, tool
+
+STUDIES = sorted(path.stem for path in (Path(__file__).parents[2] / "tools/study/configs/study").glob("*.yaml"))
+SMALL = ("study.base=" + json.dumps([*TINY, "train.steps=6", "train.warmup_steps=2"]), "study.seeds=[5]")
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    ran = tool("delay_study.py", *SMALL, "only=[muon]", "out=s", cwd=folder)
+    assert ran.returncode == 0, ran.stderr
+    return folder, ran
+
+
+def test_every_run_is_the_products_own(studied):
+    """Six steps of the executor each, by the product's metrics; the delay by its staleness; losses by its summary."""
+    folder, _ = studied
+    rows = list(csv.DictReader((folder / "s" / "results.csv").open()))
+    assert [(row["optimizer"], row["mode"]) for row in rows] == [
+        ("muon", mode) for mode in ("sync", "delayed", "delayed + EF")
+    ]
+    staleness = {"sync": 0, "delayed": 1, "delayed + EF": 1}
+    for row in rows:
+        (run,) = (folder / "s" / "runs").glob(f"muon-{row['mode'].replace(' + ', '-+-').replace('-+-', '-')}-lr*-seed5")
+        steps = metrics(run)
+        assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+        assert steps[-1]["staleness"] == staleness[row["mode"]]
+        summary = json.loads((run / "summary.json").read_text())
+        assert float(row["val_loss"]) == summary["val_loss"] and int(row["steps"]) == summary["steps"] == 6
+        assert ("EF" in row["mode"]) == bool(row["val_loss_x"])
+    table = (folder / "s" / "table.md").read_text()
+    for row in rows:
+        assert f"{float(row['val_loss']):.4f}" in table
+    for picture in ("losses.png", "curves.png"):
+        assert (folder / "s" / picture).stat().st_size > 10_000
+
+
+def test_finished_runs_are_kept_and_unfinished_ones_made_again(studied):
+    folder, _ = studied
+    runs = folder / "s" / "runs"
+    kept, lost = sorted(runs.iterdir())[:2]
+    before = (kept / "summary.json").stat().st_mtime_ns
+    (lost / "study.json").unlink()  # as if it had been killed
+    loss = json.loads((lost / "summary.json").read_text())["val_loss"]
+    ran = tool("delay_study.py", *SMALL, "only=[muon]", "out=s", cwd=folder)
+    assert ran.returncode == 0, ran.stderr
+    assert [line.split()[0] for line in ran.stderr.splitlines() if "completed" in line] == ["3/3"]
+    assert (kept / "summary.json").stat().st_mtime_ns == before
+    assert json.loads((lost / "summary.json").read_text())["val_loss"] == loss
+    again = tool("delay_study.py", *SMALL, "only=[muon]", "out=s", "report_only=true", cwd=folder)
+    assert again.returncode == 0 and again.stdout == ran.stdout
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_every_study_consists_of_valid_runs(study, tmp_path, monkeypatch):
+    """Every run's overrides compose to a valid config: found out here, not after an hour."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    from megaasync.entry.hydra_app import config_folder
+
+    options, _ = read_options([f"study={study}"])
+    runs = runs_of(options)
+    assert len({run.label for run in runs}) == len(runs)
+    seen = set()
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        for run in runs:
+            key = run.mode, run.variation, run.optimizer
+            # each mode and variation with one optimizer, each optimizer in one mode
+            if key in seen or (run.optimizer != runs[0].optimizer and run.mode != runs[0].mode):
+                continue
+            seen.add(key)
+            config = validate(
+                read(TrainConfig, OmegaConf.to_container(compose("pretrain", list(run.overrides)), resolve=True))
+            )
+            assert config.optimizer.lr == pytest.approx(run.lr) and config.optimizer.weight_decay == 0.1
+            assert config.train.seed == run.seed
+            has_delay = not run.mode.startswith("sync")
+            assert (config.schedule.name != "1f1b") == has_delay
+
+
+def results(losses):
+    """{(optimizer, mode, variation, lr): by seed} as results."""
+    return [
+        Result(Run(*key, seed, ()), "completed" if math.isfinite(loss) else "failed", loss, None, 1, 1, 1.0, Path())
+        for key, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+
+
+def test_gaps_are_means_of_differences_by_seed():
+    options, paper = read_options(["study=headline"])
+    found = results(
+        {
+            ("muon", "delayed", "", 0.1): (2.5, 3.6, 4.7),
+            ("muon", "sync", "", 0.1): (2.0, 3.0, 4.0),
+            ("muon", "delayed + EF", "", 0.1): (2.25, 3.25, 4.25),
+            ("adamw", "sync", "", 0.1): (2.0, 2.0, 2.0),
+            ("adamw", "delayed", "", 0.1): (2.0, math.inf, 2.0),
+        }
+    )
+    adamw, muon = cells_of(options.study, found)
+    assert muon.gaps["delayed"].mean == pytest.approx(0.6) and muon.gaps["delayed"].deviation == pytest.approx(0.1)
+    assert muon.losses["sync"].deviation == pytest.approx(1.0)
+    table = markdown_table(options.study, [adamw, muon], paper).splitlines()
+    assert "diverged (1 of 3)" in table[2]
+    assert "| +0.6000 ± 0.1000 | +0.2500 ± 0.0000 | 58 % | +0.012, +0.005; 58 % |" in table[3]
+
+
+def test_the_least_loss_chooses_the_lr_and_an_end_of_the_grid_is_said():
+    options, _ = read_options(["study=tuning"])
+    found = results(
+        {
+            **{("muon", "sync", "", lr): (loss,) for lr, loss in ((0.1, 3.0), (0.2, 2.0), (0.4, math.inf))},
+            **{("adamw", "sync", "", lr): (loss,) for lr, loss in ((0.1, 1.0), (0.2, 2.0), (0.4, 3.0))},
+        }
+    )
+    assert chosen_lrs(cells_of(options.study, found), "sync") == {"adamw": (0.1, False), "muon": (0.2, True)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["study=headlin"], "study=headlin: unknown study; did you mean headline"),
+        (["only=[muonn]"], "only=muonn: unknown optimizer; did you mean muon"),
+        (["workers=0"], "workers=0: must be at least 1"),
+        (["study.seeds=[]"], r"study.seeds=\(\): at least one is needed"),
+        (["+study.optimizers.mine=[]"], "study.lrs: no lr for mine; add study.lrs.mine"),
+        (["+study.variations.x.muonn=[]"], "study.variations.x.muonn: unknown label"),
+        (["study.seeds=3"], "study.seeds=3: expected a list"),
+    ],
+)
+def test_wrong_studies_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        read_options(arguments)
+
+
+def test_a_wrong_override_is_one_message(tmp_path):
+    ran = tool("delay_study.py", 'study.base=["train.stepss=3"]', "only=[muon]", "study.seeds=[0]", cwd=tmp_path)
+    assert ran.returncode == 1 and "train.stepss" in ran.stderr and "Traceback" not in ran.stderr
+    ran = tool("delay_study.py", "nonsense=3", cwd=tmp_path)
+    assert ran.returncode == 2 and "nonsense" in ran.stderr and "Traceback" not in ran.stderr
