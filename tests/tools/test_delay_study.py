@@ -16,6 +16,7 @@ from study.design import Run, runs_of
 from study.results import cells_of, chosen_lrs, markdown_table
 from study.runner import Result
 from tests.support.cli import TINY, metrics, tool
+from time_to_loss import steps_to
 
 STUDIES = sorted(path.stem for path in (Path(__file__).parents[2] / "tools/study/configs/study").glob("*.yaml"))
 SMALL = ("study.base=" + json.dumps([*TINY, "train.steps=6", "train.warmup_steps=2"]), "study.seeds=[5]")
@@ -157,3 +158,26 @@ def test_a_wrong_override_is_one_message(tmp_path):
     assert ran.returncode == 1 and "train.stepss" in ran.stderr and "Traceback" not in ran.stderr
     ran = tool("delay_study.py", "nonsense=3", cwd=tmp_path)
     assert ran.returncode == 2 and "nonsense" in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_steps_to_a_loss_are_interpolated():
+    assert steps_to(2.0, {1.0: 2.2, 1.2: 2.1, 1.4: 1.9}) == pytest.approx(1.3)
+    assert steps_to(2.0, {1.0: 1.9, 1.2: 1.8}) == 1.0
+    assert steps_to(1.5, {1.0: 1.9, 1.2: 1.8}) is None
+
+
+def test_time_to_loss_measures_and_divides(tmp_path):
+    (tmp_path / "results.csv").write_text(
+        "optimizer,mode,variation,val_loss\n"
+        + "".join(f"muon,{mode},{f},{loss}\n" for mode, f, loss in
+                  (("sync", 1, 2.0), ("delayed", 1, 2.2), ("delayed", 1.2, 2.0), ("delayed", 1.2, 2.0)))
+    )  # fmt: skip
+    small = "model.hidden_size=16,model.ffn_hidden_size=16,model.seq_length=16,data=synthetic"
+    ran = tool("time_to_loss.py", "study=.", "rounds=1", "steps=10", f"overrides={small}", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    written = json.loads((tmp_path / "time_to_loss.json").read_text())
+    (one,), (row,) = written["rounds"], written["rows"]
+    assert row["steps"] == pytest.approx(1.2) and row["speedup"] == pytest.approx(one["2bw"] / one["1f1b"])
+    assert row["time"] == pytest.approx(1.2 * one["1f1b"] / one["2bw"])
+    ran = tool("time_to_loss.py", "study=nowhere", cwd=tmp_path)
+    assert ran.returncode == 2 and "study=nowhere: no results.csv there" in ran.stderr

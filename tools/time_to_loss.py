@@ -1,0 +1,158 @@
+"""Wall-clock time to the synchronous run's loss: steps needed (study=time_to_loss) times measured throughput.
+
+    python tools/time_to_loss.py [study=runs/study/time_to_loss] [rounds=5] [steps=150] [microbatches=2] [key=value ...]
+
+Throughput is that of `python -m megaasync.pretrain experiment=delay_study parallel.pipeline=2` under 1f1b and 2bw, in
+alternated rounds on this machine; nothing else should run. Prints a table and writes time_to_loss.md and
+time_to_loss.json beside the study's results.
+"""
+
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from command_line import one_message, read_pairs, wants_help
+from megaasync.config import ConfigError
+from megaasync.observe.run_files import write_json, write_text
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to compare.
+
+    Attributes:
+        study: folder of `delay_study.py study=time_to_loss`.
+        rounds: alternated measurements of throughput.
+        steps: of each measurement.
+        microbatches: m, per step, of the experiment's 4 sequences.
+        overrides: further ones of each measurement.
+    """
+
+    study: str = "runs/study/time_to_loss"
+    rounds: int = 5
+    steps: int = 150
+    microbatches: int = 2
+    overrides: tuple[str, ...] = ()
+
+
+def losses_of(path: Path) -> dict[tuple[str, str], dict[float, float]]:
+    """By (optimizer, mode): mean loss over the seeds by steps over the synchronous run's."""
+    found: dict[tuple[str, str], dict[float, list[float]]] = {}
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            by_steps = found.setdefault((row["optimizer"], row["mode"]), {})
+            by_steps.setdefault(float(row["variation"]), []).append(float(row["val_loss"]))
+    return {key: {f: statistics.fmean(v) for f, v in by_steps.items()} for key, by_steps in found.items()}
+
+
+def steps_to(target: float, losses: dict[float, float]) -> float | None:
+    """Steps, over the synchronous run's, at which the loss is `target`, linear between runs.
+
+    None if no run is that good; the fewest if all are.
+    """
+    points = sorted(losses.items())
+    if points[0][1] <= target:
+        return points[0][0]
+    for (few, high), (many, low) in zip(points, points[1:], strict=False):
+        if low <= target:
+            return few + (many - few) * (high - target) / (high - low)
+    return None
+
+
+def _tokens_per_second(schedule: str, options: Options, folder: Path) -> float:
+    command = [
+        *(sys.executable, "-m", "megaasync.pretrain", "experiment=delay_study", f"schedule={schedule}"),
+        *("parallel.pipeline=2", f"train.micro_batch_size={4 // options.microbatches}", "device=cpu"),
+        *(f"train.steps={options.steps}", "train.warmup_steps=0", "train.eval_sequences=2", *options.overrides),
+    ]
+    done = subprocess.run([*command, f'run.dir="{folder}"'], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise ConfigError(f"the measurement failed: {lines[-1].removeprefix('error: ')}")
+    return json.loads((folder / "summary.json").read_text())["tokens_per_second"]
+
+
+def measure(options: Options) -> list[dict[str, float]]:
+    """Tokens/s of both schedules, per round, in turns."""
+    rounds = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number in range(options.rounds):
+            order = ("1f1b", "2bw") if number % 2 == 0 else ("2bw", "1f1b")
+            one = {name: _tokens_per_second(name, options, Path(scratch) / f"{number}-{name}") for name in order}
+            print(
+                f"round {number + 1}/{options.rounds}: " + ", ".join(f"{k} {v:,.0f} tokens/s" for k, v in one.items())
+            )
+            rounds.append(one)
+    return rounds
+
+
+def table(losses: dict[tuple[str, str], dict[float, float]], speedup: float) -> tuple[str, list[dict]]:
+    """Markdown and rows."""
+    lines = [
+        "| optimizer | mode | steps needed, over sync's | throughput over 1f1b | time to sync's loss, over sync's |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    rows = []
+    for (optimizer, mode), by_steps in losses.items():
+        target = losses[(optimizer, "sync")][1.0]
+        if mode == "sync":
+            continue
+        needed = steps_to(target, by_steps)
+        time = None if needed is None else needed / speedup
+        rows.append({"optimizer": optimizer, "mode": mode, "steps": needed, "speedup": speedup, "time": time})
+        most = max(by_steps)
+        shown = f"more than {most:g}" if needed is None else f"{needed:.3f}"
+        final = f"more than {most / speedup:.3f}" if time is None else f"{time:.3f}"
+        lines.append(f"| {optimizer} | {mode} | {shown} | {speedup:.3f} | {final} |")
+    return "\n".join(lines) + "\n", rows
+
+
+def read_arguments(arguments: Sequence[str]) -> Options:
+    """The command line.
+
+    Raises:
+        ConfigError: names key, value and remedy.
+    """
+    options = read_pairs(
+        Options,
+        list(arguments),
+        parse=lambda key, value: yaml.safe_load(f"[{value}]") if key == "overrides" else yaml.safe_load(value),
+    )
+    for key, least in (("rounds", 1), ("steps", 10)):
+        if getattr(options, key) < least:
+            raise ConfigError(f"{key}={getattr(options, key)}: must be at least {least}")
+    if options.microbatches not in (1, 2, 4):
+        raise ConfigError(f"microbatches={options.microbatches}: must divide the experiment's 4 sequences: 1, 2 or 4")
+    if not (Path(options.study) / "results.csv").exists():
+        raise ConfigError(
+            f"study={options.study}: no results.csv there; run python tools/delay_study.py study=time_to_loss first"
+        )
+    return options
+
+
+def main() -> None:
+    """Entry point."""
+    if wants_help(Options, __doc__):
+        return
+    with one_message():
+        options = read_arguments(sys.argv[1:])
+        folder = Path(options.study)
+        losses = losses_of(folder / "results.csv")
+        rounds = measure(options)
+        speedup = statistics.median(one["2bw"] / one["1f1b"] for one in rounds)
+        text, rows = table(losses, speedup)
+        print("\n" + text)
+        write_text(folder / "time_to_loss.md", text)
+        write_json(folder / "time_to_loss.json", {"rounds": rounds, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
