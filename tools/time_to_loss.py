@@ -8,6 +8,7 @@ time_to_loss.json beside the study's results.
 """
 
 import csv
+import itertools
 import json
 import statistics
 import subprocess
@@ -61,7 +62,7 @@ def steps_to(target: float, losses: dict[float, float]) -> float | None:
     points = sorted(losses.items())
     if points[0][1] <= target:
         return points[0][0]
-    for (few, high), (many, low) in zip(points, points[1:], strict=False):
+    for (few, high), (many, low) in itertools.pairwise(points):
         if low <= target:
             return few + (many - few) * (high - target) / (high - low)
     return None
