@@ -4,7 +4,7 @@
 
 Every run is `python -m megaasync.pretrain` with overrides of its own, one per core at a time (per GPU with
 device=cuda). A run that is done is not made again: after a stop, the same command goes on. Results are in `out`, by
-default runs/study/<study>: results.csv, table.md, PNG pictures and each run's folder. The studies are
+default runs/study/<study>: results.csv, table.md and PNG pictures. Runs are in `runs` beside it, shared by all studies. The studies are
 tools/study/configs/study/*.yaml.
 """
 
@@ -48,16 +48,21 @@ def read_options(arguments: list[str]) -> tuple[StudyOptions, dict[str, tuple[fl
     return options, paper
 
 
-def run_study(options: StudyOptions, folder: Path) -> list[Result]:
-    """All results; progress is shown on a terminal as a bar, else as lines."""
+def run_study(options: StudyOptions, pool: Path) -> list[Result]:
+    """All results; progress is shown on a terminal as a bar, else as lines.
+
+    Args:
+        options: the command line.
+        pool: folder of the runs of all studies.
+    """
     runs = runs_of(options)
     if options.report_only:
-        found = [read_result(run, folder / "runs" / run.label) for run in runs]
+        found = [read_result(run, pool / run.folder) for run in runs]
         results = [result for result in found if result is not None]
         if not results:
-            raise ConfigError(f"report_only=true: no finished run of this study in {folder}")
+            raise ConfigError(f"report_only=true: no finished run of this study in {pool}")
         return results
-    runner = Runner(folder / "runs", workers=options.workers, device=options.device)
+    runner = Runner(pool, workers=options.workers, device=options.device)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(options.study.name, total=len(runs))
@@ -83,7 +88,7 @@ def main() -> None:
         study = options.study
         folder = Path(options.out or Path("runs") / "study" / study.name)
         try:
-            results = run_study(options, folder.resolve())
+            results = run_study(options, folder.resolve().parent / "runs")
         except StudyError as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(1) from None

@@ -30,6 +30,10 @@ def studied(tmp_path_factory):
     return folder, ran
 
 
+def made_with(run):
+    return " ".join(json.loads((run / "study.json").read_text())["overrides"])
+
+
 def test_every_run_is_the_products_own(studied):
     """Six steps of the executor each, by the product's metrics; the delay by its staleness; losses by its summary."""
     folder, _ = studied
@@ -39,7 +43,7 @@ def test_every_run_is_the_products_own(studied):
     ]
     staleness = {"sync": 0, "delayed": 1, "delayed + EF": 1}
     for row in rows:
-        (run,) = (folder / "s" / "runs").glob(f"muon-{row['mode'].replace(' + ', '-+-').replace('-+-', '-')}-lr*-seed5")
+        (run,) = (r for r in (folder / "runs").iterdir() if made_with(r) == row["overrides"])
         steps = metrics(run)
         assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
         assert steps[-1]["staleness"] == staleness[row["mode"]]
@@ -55,7 +59,7 @@ def test_every_run_is_the_products_own(studied):
 
 def test_finished_runs_are_kept_and_unfinished_ones_made_again(studied):
     folder, _ = studied
-    runs = folder / "s" / "runs"
+    runs = folder / "runs"
     kept, lost = sorted(runs.iterdir())[:2]
     before = (kept / "summary.json").stat().st_mtime_ns
     (lost / "study.json").unlink()  # as if it had been killed
@@ -80,6 +84,7 @@ def test_every_study_consists_of_valid_runs(study, tmp_path, monkeypatch):
     options, _ = read_options([f"study={study}"])
     runs = runs_of(options)
     assert len({run.label for run in runs}) == len(runs)
+    assert len({run.folder for run in runs}) == len({run.overrides for run in runs})
     seen = set()
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         for run in runs:

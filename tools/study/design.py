@@ -1,5 +1,6 @@
 """What a study is: the runs it consists of, as data."""
 
+import hashlib
 import re
 from dataclasses import dataclass
 from itertools import product
@@ -44,7 +45,8 @@ class StudyOptions:
 
     Attributes:
         study: what to run.
-        out: folder of runs and results; null takes runs/study/<name>.
+        out: folder of the results; null takes runs/study/<name>. Runs are in `runs` beside it, and runs that several
+            studies have in common are made once.
         workers: runs at once; null takes one per core this process may use, or per GPU with device=cuda.
         device: of the runs.
         only: labels of optimizers to run; empty for all.
@@ -73,8 +75,13 @@ class Run:
     overrides: tuple[str, ...]
 
     @property
+    def folder(self) -> str:
+        """Name of its folder: what it is, and its overrides in short, so that studies can share their runs."""
+        return f"{self.optimizer}-seed{self.seed}-{hashlib.sha256(' '.join(self.overrides).encode()).hexdigest()[:8]}"
+
+    @property
     def label(self) -> str:
-        """Name of its folder."""
+        """What it is."""
         parts = (self.optimizer, self.mode, self.variation, f"lr{self.lr:g}", f"seed{self.seed}")
         return re.sub(r"[^\w=.]+", "-", "-".join(part for part in parts if part))
 

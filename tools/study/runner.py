@@ -106,7 +106,7 @@ class Runner:
         first = {}
         for run in runs:
             first.setdefault(run.overrides, run)
-        results = {run: read_result(run, self._folder / run.label) for run in first.values()}
+        results = {run: read_result(run, self._folder / run.folder) for run in first.values()}
         waiting = [run for run, result in results.items() if result is None]
         done, began = len(first) - len(waiting), time.monotonic()
         pool = ThreadPoolExecutor(self._workers)
@@ -136,7 +136,7 @@ class Runner:
             self._free.put(place)
 
     def _run_at(self, run: Run, place: dict[str, Any]) -> Result:
-        folder, began = self._folder / run.label, time.monotonic()
+        folder, began = self._folder / run.folder, time.monotonic()
         shutil.rmtree(folder, ignore_errors=True)
         environment = dict(os.environ)
         if "gpu" in place:
