@@ -4,8 +4,8 @@
 
 Every run is `python -m megaasync.pretrain` with overrides of its own, one per core at a time (per GPU with
 device=cuda). A run that is done is not made again: after a stop, the same command goes on. Results are in `out`, by
-default runs/study/<study>: results.csv, table.md and PNG pictures. Runs are in `runs` beside it, shared by all studies. The studies are
-tools/study/configs/study/*.yaml.
+default runs/study/<study>: results.csv, table.md and PNG pictures. Runs are in `runs` beside it, shared by all studies.
+The studies are tools/study/configs/study/*.yaml.
 """
 
 import sys
@@ -93,6 +93,7 @@ def main() -> None:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(1) from None
         cells = cells_of(study, results)
+        folder.mkdir(parents=True, exist_ok=True)
         table = write_tables(folder, study, results, paper)
         print(f"{study.title}\n\n{table}")
         if study.lr_grid:
