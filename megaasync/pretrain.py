@@ -16,7 +16,7 @@ from megaasync.data import DataError
 from megaasync.distributed import TransportError
 from megaasync.distributed.environment import RankEnvironment, launched_environment
 from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, INTERRUPTED_STATUS, fail, run_app
-from megaasync.entry.run_folder import make_run_folder, release_run_folder
+from megaasync.entry.run_folder import claim_run_folder, release_run_folder
 from megaasync.entry.spawn import Interrupted, RankFailed, explain_file_error, spawn_ranks
 from megaasync.observe.run_files import read_metrics, write_json, write_text
 from megaasync.pipeline import TrainingError
@@ -72,18 +72,18 @@ def _print_plan(config: TrainConfig) -> None:
     print(f"plan: {folder / 'plan.json'}")
 
 
-def _prepare(config: TrainConfig, plain: dict[str, Any], *, is_first: bool) -> tuple[Any, Path | None]:
+def _prepare(config: TrainConfig, plain: dict[str, Any], *, is_first: bool) -> tuple[Any, Path | None, Path | None]:
     """Data and run folder, on the rank or launcher that makes them."""
     prepare = importlib.import_module("megaasync.data.prepare")
     say = (lambda line: print(line, flush=True)) if is_first else (lambda line: None)
     prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, say=say)
     if not is_first:
-        return prepared, None
+        return prepared, None, None
     label = f"{config.model.name}-{config.optimizer.name}-{config.schedule.name}"
-    folder = make_run_folder(config.run.dir, label=label)
-    plain["run"]["dir"] = str(folder)
-    write_text(folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
-    return prepared, folder
+    claim = claim_run_folder(config, plain, label=label)
+    plain["run"]["dir"] = str(claim.folder)
+    write_text(claim.folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
+    return prepared, claim.folder, claim.resume
 
 
 def _write_summary(folder: Path, **facts: str) -> None:
@@ -119,14 +119,17 @@ def pretrain(plain: dict[str, Any]) -> None:
                 "dry_run=true for a plan, or start it with srun or torchrun on the cluster"
             )
         _check_world(config, environment)
-        prepared, folder = _prepare(config, plain, is_first=environment is None or environment.rank == 0)
+        prepared, folder, resume = _prepare(config, plain, is_first=environment is None or environment.rank == 0)
         if environment is None:
             statuses = spawn_ranks(
-                _run_rank, (config, prepared, folder, plain), world_size=config.world_size, names=_rank_names(config)
+                _run_rank,
+                (config, prepared, folder, plain, resume),
+                world_size=config.world_size,
+                names=_rank_names(config),
             )
             if "interrupted" in statuses:  # a signal went to a rank and not to this process
                 raise Interrupted("interrupted")
-        elif _worker_module().run_rank(environment, config, prepared, folder, plain) == "interrupted":
+        elif _worker_module().run_rank(environment, config, prepared, folder, plain, resume) == "interrupted":
             raise Interrupted("interrupted")
     except (ConfigError, DataError) as error:
         _release(folder)

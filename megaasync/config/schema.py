@@ -338,6 +338,7 @@ class LoopConfig:
         warmup_steps: linear warmup.
         final_lr_ratio: lr at the last step over the peak, for cosine and wsd.
         decay_steps: length of the final decay of wsd.
+        time_limit: seconds after which the run saves and ends, as at a signal; null for none.
     """
 
     steps: int
@@ -352,6 +353,7 @@ class LoopConfig:
     warmup_steps: int
     final_lr_ratio: float
     decay_steps: int
+    time_limit: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +432,26 @@ class WandbConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """Checkpoints below run.dir/checkpoints.
+
+    Attributes:
+        interval: steps between them; there is one at the end and one at a stop too. null makes none.
+        keep: newest ones that are kept.
+        resume: `auto` goes on from the newest complete one in run.dir, if there is one; `never`; or a checkpoint's
+            folder, which then wins.
+        async_save: write beside the training; the pipeline waits for one copy of the state only.
+        override: resume although the lr or another setting of the training is not the checkpoint's.
+    """
+
+    interval: int | None
+    keep: int
+    resume: str
+    async_save: bool
+    override: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LoggingConfig:
     """What is written down.
 
@@ -480,6 +502,7 @@ class TrainConfig:
     parallel: ParallelConfig
     train: LoopConfig
     data: PythonStdlibData | SyntheticData | IndexedData | HfData
+    checkpoint: CheckpointConfig
     logging: LoggingConfig
     cluster: ClusterConfig
     run: RunConfig

@@ -41,6 +41,10 @@ def check_sizes(config: TrainConfig) -> None:
         if getattr(model, name) <= 0:
             raise ConfigError(f"model.{name}={getattr(model, name)}: must be above 0")
     _at_least("logging.interval", config.logging.interval, 1)
+    _at_least("checkpoint.interval", config.checkpoint.interval, 1)
+    _at_least("checkpoint.keep", config.checkpoint.keep, 1)
+    if train.time_limit is not None and train.time_limit <= 0:
+        raise ConfigError(f"train.time_limit={train.time_limit:g}: must be above 0 seconds, or null")
 
 
 def check_attention(config: TrainConfig) -> None:
@@ -187,6 +191,16 @@ def check_schedule(config: TrainConfig) -> None:
         )
 
 
+def check_checkpoints(config: TrainConfig) -> None:
+    """The state can be named: a tied embedding must be the same on both of its stages."""
+    delays = {delay for phase in phases_of(config) for delay in (phase.schedule.delay,) if len(set(delay)) > 1}
+    if config.checkpoint.interval is not None and config.model.tie_embeddings and delays:
+        raise ConfigError(
+            f"checkpoint.interval={config.checkpoint.interval}: under schedule={config.schedule.name} the copies of a "
+            "tied embedding are of different versions; set checkpoint.interval=null or model.tie_embeddings=false"
+        )
+
+
 def _schedule_remedy(config: TrainConfig, error: ScheduleError) -> str:
     """Which key to change, as far as the error says what is wrong."""
     if error.remedy:
@@ -291,6 +305,7 @@ RULES: tuple[Callable[[TrainConfig], None], ...] = (
     check_cluster,
     check_batch,
     check_schedule,
+    check_checkpoints,
     check_optimizer,
     check_lr_schedule,
     check_data,

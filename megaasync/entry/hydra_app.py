@@ -154,7 +154,7 @@ def run_app(task: Callable[[dict[str, Any]], None]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     app = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="pretrain")(job)
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
                 signal.signal(number, on_interrupt)
         with tempfile.TemporaryDirectory() as scratch:

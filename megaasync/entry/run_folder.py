@@ -1,10 +1,19 @@
 """The run folder: decided once, made once, never shared by two runs."""
 
+import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from megaasync.config import ConfigError
+import yaml
+
+from megaasync.checkpoint.folders import look_at, newest, read_meta, remove_leftovers
+from megaasync.config import ConfigError, TrainConfig
+from megaasync.entry.run_lock import lock_folder
+from megaasync.observe.run_files import read_metrics, write_text
 
 
 def make_run_folder(wanted: str | None, *, label: str) -> Path:
@@ -35,6 +44,100 @@ def make_run_folder(wanted: str | None, *, label: str) -> Path:
     return folder.absolute()
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A run folder that is ours.
+
+    Attributes:
+        folder: absolute.
+        resume: complete checkpoint to go on from, or None.
+        lock: descriptor that holds the folder.
+    """
+
+    folder: Path
+    resume: Path | None
+    lock: int
+
+
+def claim_run_folder(config: TrainConfig, plain: Mapping[str, Any], *, label: str) -> Claim:
+    """Make a run folder, or find out where the run in it goes on.
+
+    Raises:
+        ConfigError: the folder cannot be written, another run works there, it holds a run that is not this one, or the
+            checkpoint is not whole.
+    """
+    wish, wanted = config.checkpoint.resume, config.run.dir
+    chosen = None if wish in ("auto", "never") else Path(wish).expanduser().absolute()
+    if chosen is not None and not (found := look_at(chosen)).is_complete:
+        raise ConfigError(
+            f"checkpoint.resume={wish}: {found.problem}; python -m megaasync.checkpoint list FOLDER shows whole ones"
+        )
+    folder = None if wanted is None else Path(wanted).expanduser().absolute()
+    if folder is None or not (folder / "metrics.jsonl").exists():
+        folder = make_run_folder(wanted, label=label)
+        return Claim(folder, chosen, lock_folder(folder))
+    if wish == "never" or not os.access(folder, os.W_OK):
+        make_run_folder(wanted, label=label)  # says why not
+    lock = lock_folder(folder)
+    try:
+        resume = chosen or _where_to_go_on(config, plain, folder)
+        remove_leftovers(folder / "checkpoints")
+        _forget_after(folder, read_meta(resume)["step"] if resume else 0)
+    except BaseException:
+        os.close(lock)
+        raise
+    return Claim(folder, resume, lock)
+
+
+def _where_to_go_on(config: TrainConfig, plain: Mapping[str, Any], folder: Path) -> Path | None:
+    """The newest complete checkpoint, or None to begin again a run that was lost before its first one.
+
+    Raises:
+        ConfigError: the folder holds another run, or this one complete.
+    """
+    remove_leftovers(folder / "checkpoints")
+    found = newest(folder / "checkpoints")
+    if found is None:
+        if config.checkpoint.interval is None or not _is_same_run(folder, plain):
+            raise ConfigError(
+                f"run.dir={folder}: holds a run already (metrics.jsonl) and no whole checkpoint of it; choose another "
+                "folder or remove this one"
+            )
+        return None
+    if found.step >= config.train.steps and _status(folder) == "completed":
+        raise ConfigError(
+            f"run.dir={folder}: holds a run already, complete after {found.step} steps; set train.steps above that to "
+            "go on, or choose another folder"
+        )
+    return found.path
+
+
+def _is_same_run(folder: Path, plain: Mapping[str, Any]) -> bool:
+    """Whether the run that was begun here had the same model, data, optimizer and seed."""
+    try:
+        begun = yaml.safe_load((folder / "config.yaml").read_text())
+        groups = all(begun[group] == plain[group] for group in ("model", "data", "optimizer"))
+        return groups and begun["train"]["seed"] == plain["train"]["seed"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return False
+
+
+def _status(folder: Path) -> str | None:
+    try:
+        return json.loads((folder / "summary.json").read_text()).get("status")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _forget_after(folder: Path, step: int) -> None:
+    """Take back what the run wrote after a step: it will write that again."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    kept = [row for row in rows if row.get("kind") == "start" or row.get("step", 0) <= step]
+    write_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+    for name in ("summary.json", "report.html", "trace.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
 def _new_folder(label: str) -> Path:
     """A folder that nobody else has: made atomically, numbered if the second is taken."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -56,7 +159,8 @@ def release_run_folder(folder: Path) -> None:
     """Take the claim back if the run never began, so that the corrected command may use the same folder."""
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size == 0:
-        for path in (metrics, folder / "config.yaml", *folder.glob(".config.yaml.*")):
+        ours = (*folder.glob(".config.yaml.*"), *folder.glob(".*.lock"))
+        for path in (metrics, folder / "config.yaml", *ours):
             path.unlink(missing_ok=True)
         if not any(folder.iterdir()):
             folder.rmdir()

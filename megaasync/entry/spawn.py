@@ -23,12 +23,12 @@ from megaasync.distributed.environment import RankEnvironment
 from megaasync.pipeline import TrainingError
 from megaasync.schedules import ScheduleError
 
-_GRACE_SECONDS = 8.0  # from an interrupt to the ranks' end by force
+_GRACE_SECONDS = 28.0  # for a checkpoint, from an interrupt to the ranks' end by force
 _LINGER_SECONDS = 2.0  # from one rank's failure to the others' end by force
 _PRELOAD = "megaasync.train.worker"
 _PR_SET_PDEATHSIG = 1
 _LOST = ("Connection closed by peer", "Connection reset by peer")
-_STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+_STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
 
 
 def explain_file_error(error: OSError) -> str:
@@ -148,11 +148,11 @@ def spawn_ranks(
         Interrupted: SIGINT or SIGTERM came, and the ranks ended of themselves or were ended.
     """
     names = names or [f"rank {rank}" for rank in range(world_size)]
-    interrupts: list[float] = []
+    interrupts: list[tuple[float, int]] = []
     all_started = False
 
-    def on_interrupt(*_: object) -> None:
-        interrupts.append(time.monotonic())
+    def on_interrupt(number: int, *_: object) -> None:
+        interrupts.append((time.monotonic(), number))
         if not all_started:
             raise Interrupted("interrupted")
 
@@ -187,7 +187,7 @@ def spawn_ranks(
 
 
 def _wait_for(
-    processes: list, connections: list[Connection], interrupts: list[float], names: Sequence[str]
+    processes: list, connections: list[Connection], interrupts: list[tuple[float, int]], names: Sequence[str]
 ) -> list[Any]:
     """Collect every rank's last word; see `spawn_ranks`."""
     ended: dict[int, _Ended] = {}
@@ -212,7 +212,8 @@ def _wait_for(
             for process in processes:
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGTERM)
-        if interrupts and (now > interrupts[0] + _GRACE_SECONDS or len(interrupts) > 1):
+        is_insisted_on = sum(number == signal.SIGINT for _, number in interrupts) > 1  # Ctrl-C twice
+        if interrupts and (now > interrupts[0][0] + _GRACE_SECONDS or is_insisted_on):
             break
         if failures and now > failed_at + _LINGER_SECONDS:
             break

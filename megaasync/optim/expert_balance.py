@@ -62,24 +62,28 @@ class ExpertBalance:
         if routing.losses_3 is not None:
             sums[-NUM_LOSSES:] += routing.losses_3.detach()
 
+    def expect(self, step: int) -> None:
+        """Make room for the counts of a batch that a checkpoint brings."""
+        self._by_step[step] = self.bias_LE.new_zeros(self.bias_LE.numel() + NUM_LOSSES, dtype=torch.float64)
+
     def sums(self, step: int) -> Tensor:
         """[L E + 3] float64 of a batch: choices by layer and expert, losses; to be summed over ranks in place."""
         return self._by_step[step]
 
-    def _counts(self, step: int) -> Tensor:
-        """[L, E]."""
+    def counts(self, step: int) -> Tensor:
+        """[L, E] of a batch not absorbed yet, a view."""
         return self._by_step[step][:-NUM_LOSSES].view_as(self.bias_LE)
 
     def figures(self, step: int) -> Tensor:
         """[5] float64: over the layers, sum of the largest load over the mean load; number of layers; losses."""
-        counts_LE = self._counts(step)
+        counts_LE = self.counts(step)
         largest = (counts_LE.amax(dim=1) / counts_LE.mean(dim=1).clamp_min(1e-30)).sum()
         layers = torch.full_like(largest, len(counts_LE))
         return torch.cat([torch.stack([largest, layers]), self._by_step[step][-NUM_LOSSES:]])
 
     def absorb(self, step: int, *, version: int) -> None:
         """Move biases against the loads of a batch, take its fractions, and write both to the slot of a version."""
-        counts_LE, sums = self._counts(step), self._by_step.pop(step)
+        counts_LE, sums = self.counts(step), self._by_step.pop(step)
         if sums.is_cuda:  # made on the caller's stream and still to be read on this one
             sums.record_stream(torch.cuda.current_stream(sums.device))
         total_L1 = counts_LE.sum(dim=1, keepdim=True)

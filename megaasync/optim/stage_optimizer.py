@@ -25,6 +25,7 @@ class StageOptimizer:
     Attributes:
         layout: where each parameter lies.
         master: [layout.owned_size] z, in at least float32.
+        states, memories: of the rules and of the compensation, one dict per run of the layout.
         num_updates: gradients absorbed.
     """
 
@@ -61,15 +62,15 @@ class StageOptimizer:
                 "optimizer.name=torch: the step of this class depends on the weights, which are not brought together "
                 "for it; set parallel.tensor=1 or take another class"
             )
-        self._states = [run.rule.init(self.master.new_empty(run.state_shape)) for run in layout.runs]
-        self._memories = [compensation.init(run.view_owned(self.master)) if compensation else {} for run in layout.runs]
+        self.states = [run.rule.init(self.master.new_empty(run.state_shape)) for run in layout.runs]
+        self.memories = [compensation.init(run.view_owned(self.master)) if compensation else {} for run in layout.runs]
         self._learning_rate = learning_rate
         self.num_updates = 0
 
     @property
     def state_bytes(self) -> int:
         """Bytes of all rule states on this rank."""
-        return sum(tensor.nbytes for state in (*self._states, *self._memories) for tensor in state.values())
+        return sum(tensor.nbytes for state in (*self.states, *self.memories) for tensor in state.values())
 
     @torch.no_grad()
     def step(
@@ -94,7 +95,7 @@ class StageOptimizer:
         """
         lr = self._learning_rate(self.num_updates)
         self.num_updates += 1
-        for run, state, memory in zip(self.layout.runs, self._states, self._memories, strict=True):
+        for run, state, memory in zip(self.layout.runs, self.states, self.memories, strict=True):
             grad = run.view(gradient).mul_(scale)
             if self._compensation is not None:
                 self._compensate(grad, memory, now=run.view(now), then=run.view(then))

@@ -224,6 +224,10 @@ class PipelineStage:
         if self.balance is not None:
             self.balance.publish(version)
 
+    def gather_version(self, version: int) -> None:
+        """Make the slot of a version whole from all ranks' shares, after a load."""
+        self._data_parallel.gather(self.versions.flat(version))
+
     def put_back(self, version: int) -> None:
         """What the slot held before `publish_master`, if that kept it."""
         if self._kept is not None:

@@ -78,6 +78,18 @@ class _Pending:
     is_known: bool = False  # the result was waited for
 
 
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A batch whose result is known and whose gradient is not applied on all stages.
+
+    Attributes:
+        own: (squares, valid tokens) by stage, if each stage clips by its own norm.
+    """
+
+    result: StepResult
+    own: dict[int, tuple[float, float]]
+
+
 class Updates:
     """The updates of one rank's stages.
 
@@ -285,6 +297,31 @@ class Updates:
                 f"{applied}. Try a lower optimizer.lr or a longer train.warmup_steps"
             )
         return result
+
+    def pending_steps(self) -> dict[int, PendingStep]:
+        """Batches whose gradients wait for a STEP of a later segment, for a checkpoint; the pipeline is empty."""
+        return {
+            step: PendingStep(
+                pending.result.result(),
+                {index: tuple(own.tolist()) for index, own in pending.own.items()},
+            )
+            for step, pending in sorted(self._pending.items())
+        }
+
+    def bring_back(self, step: int, known: PendingStep) -> None:
+        """A pending batch from a checkpoint; its gradient sums are in their buffers already."""
+        pending = self._pending[step] = _Pending(handed_in=set(self._stages), is_known=True)
+        pending.result.set_result(known.result)
+        pending.own = {
+            index: torch.tensor(known.own[index], dtype=torch.float64, device=self._device)
+            for index in self._stages
+            if index in known.own
+        }
+        pending.stepped = {index for index, stage in self._stages.items() if stage.num_updates > step}
+
+    def scale_of(self, known: PendingStep) -> float:
+        """Factor from the gradient sum of a pending batch to the clipped mean, of the global norm."""
+        return self._scale(known.result)
 
     def take_new_results(self) -> list[StepResult]:
         """Results that became known since the last call, in order."""

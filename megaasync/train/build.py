@@ -1,14 +1,18 @@
 """From a config to a trainer: the only place that knows all rooms."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed as dist
 
+from megaasync.checkpoint.keeper import CheckpointKeeper
+from megaasync.checkpoint.stage_state import StageState
 from megaasync.config.layout import AXES
 from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import IndexedData, SyntheticData, Taylor, TrainConfig
@@ -35,6 +39,7 @@ from megaasync.pipeline.executor import Executor
 from megaasync.pipeline.stage import PipelineStage
 from megaasync.pipeline.updates import Updates
 from megaasync.schedules import PipelineSchedule, check
+from megaasync.train.checkpointing import RunCheckpoints
 from megaasync.train.sizes import DTYPES, REPLICAS, StageNeeds, StageSizes, needs_of
 from megaasync.train.trainer import Observer, Trainer
 
@@ -76,6 +81,26 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+_SAVE_TIMEOUT = timedelta(hours=1)  # of the ranks' agreement about a checkpoint, in the background
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """Where checkpoints are.
+
+    Attributes:
+        root: folder of the run's own.
+        resume: the one to go on from, or None.
+        plain: the config as a plain dict.
+        say: tells the user, on rank 0.
+    """
+
+    root: Path
+    resume: Path | None
+    plain: Mapping[str, Any]
+    say: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +203,7 @@ def build_trainer(
     prepared: PreparedData,
     device: torch.device,
     observer: Observer | None = None,
+    files: CheckpointFiles | None = None,
 ) -> Trainer:
     """Everything one rank needs; the process group must be there if there are several ranks.
 
@@ -187,9 +213,11 @@ def build_trainer(
         prepared: where the tokens are.
         device: this rank's device.
         observer: gets every row of metrics; rank 0 only.
+        files: where checkpoints are, the same on all ranks; None for none.
 
     Raises:
         DataError: the tokens cannot be used.
+        ConfigError: a checkpoint does not fit.
     """
     phases = phases_of(config)
     for phase in phases:
@@ -274,4 +302,45 @@ def build_trainer(
         device=device,
         share=share,
     )
-    return Trainer(config, phases, executor, validation, recorder=recorder, observer=observer)
+    checkpoints = None
+    if files is not None and (config.checkpoint.interval is not None or files.resume is not None):
+        checkpoints = _checkpoints(config, files, stages, updates, schedule, rank=mesh.rank)
+        if files.resume is not None:
+            checkpoints.resume(files.resume, phases)
+    return Trainer(config, phases, executor, validation, recorder=recorder, observer=observer, checkpoints=checkpoints)
+
+
+def _checkpoints(
+    config: TrainConfig,
+    files: CheckpointFiles,
+    stages: list[PipelineStage],
+    updates: Updates,
+    schedule: PipelineSchedule,
+    *,
+    rank: int,
+) -> RunCheckpoints:
+    """All ranks call it together: it makes a group."""
+    is_alone = not dist.is_initialized()
+    group = None if is_alone else dist.new_group(backend="gloo", timeout=_SAVE_TIMEOUT)
+    states = []
+    for stage in stages:
+        sizes = StageSizes(config, schedule, index=stage.index)
+        first_dense = config.model.moe.first_dense_layers if config.model.moe else config.model.num_layers
+        states.append(
+            StageState(
+                stage,
+                shapes=sizes.shapes,
+                parts=sizes.parts(rank=rank),
+                router_layers=[layer for layer in sizes.layers if layer >= first_dense],
+            )
+        )
+    keeper = None
+    if config.checkpoint.interval is not None:
+        keeper = CheckpointKeeper(
+            files.root,
+            keep=config.checkpoint.keep,
+            is_async=config.checkpoint.async_save,
+            group=group,
+            say=files.say,
+        )
+    return RunCheckpoints(config, files.plain, keeper=keeper, states=states, updates=updates, group=group)

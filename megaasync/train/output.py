@@ -39,14 +39,26 @@ class RunOutput:
     def __enter__(self) -> "RunOutput":
         return self
 
-    def begin(self, *, has_validation: bool) -> None:
-        """Training is about to begin: everything that a wrong config or file can stop has been passed."""
+    def say(self, line: str) -> None:
+        """Tell the user."""
+        self._progress.say(line)
+
+    def begin(self, *, has_validation: bool, step: int, checkpoint: Path | None) -> None:
+        """Training is about to begin, from `step` on: everything that a wrong config or file can stop is passed."""
         write_json(self._folder / "plan.json", self._plan)
         self._metrics.write(
-            {"kind": "start", "step": 0, "checkpoint": None, "layout": self._plan["layout"], "clip": self._plan["clip"]}
+            {
+                "kind": "start",
+                "step": step,
+                "checkpoint": None if checkpoint is None else str(checkpoint),
+                "layout": self._plan["layout"],
+                "clip": self._plan["clip"],
+            }
         )
         self._progress.__enter__()
         self._progress.say(render_plan(self._plan))
+        if checkpoint is not None:
+            self._progress.say(f"goes on after step {step} from {checkpoint}")
         if not has_validation:
             self._progress.say(
                 "no validation: the held-out data has fewer than model.seq_length + 1 tokens; more data or a larger "

@@ -19,6 +19,7 @@ from megaasync.pipeline import TrainingError
 from megaasync.pipeline.executor import Evaluation, Executor
 from megaasync.pipeline.updates import StepResult
 from megaasync.schedules import Phase
+from megaasync.train.checkpointing import RunCheckpoints
 
 
 class Observer(Protocol):
@@ -74,13 +75,27 @@ class Trainer:
         *,
         recorder: Recorder,
         observer: Observer | None = None,
+        checkpoints: RunCheckpoints | None = None,
     ) -> None:
+        self._checkpoints = checkpoints
         self._config, self._phases, self.executor = config, phases, executor
         self._validation, self._recorder, self._observer = validation, recorder, observer
         self._tokens, self._last_loss = 0, None
         self._finish_times: list[float] = []  # first and newest, evaluations taken out
         self._evaluating = 0.0
         self._began = perf_counter()
+        self._slowest_step = 0.0
+        self._start, self._tokens_before = 0, 0
+        if checkpoints is not None and checkpoints.position is not None:
+            position = checkpoints.position
+            self._phases, self._start = position.phases, position.step
+            self._tokens = self._tokens_before = position.tokens
+            self._last_loss = position.train_loss
+
+    @property
+    def start(self) -> int:
+        """Steps that were done before this start."""
+        return self._start
 
     @property
     def has_validation(self) -> bool:
@@ -100,7 +115,7 @@ class Trainer:
 
     def _train(self) -> TrainOutcome:
         self._began = perf_counter()
-        done, stopped = 0, False
+        done, stopped, phase = self._start, False, self._phases[-1]
         for phase, end in self._segments():
             settles = phase.settles and end == phase.end_step
             for result in self.executor.run(phase, done, end, settle=settles):
@@ -109,11 +124,17 @@ class Trainer:
             if self._is_evaluated(end) and not stopped:
                 stopped = self._evaluate(end, phase).stop
             if stopped and done < self._config.train.steps:
+                self._save(done, phase)
+                self._wait_for_save()
                 return self._outcome("interrupted", done, None)
+            if self._is_saved(end):
+                self._save(end, phase)
+        self._save(done, phase)  # before the pending gradients are applied: with more train.steps it goes on exactly
         for _ in self.executor.run(phase, done, done, settle=True):
             pass
         evaluation = self._evaluate(done, phase)
         self._check_final(evaluation.loss)
+        self._wait_for_save()
         return self._outcome("completed", done, evaluation.loss)
 
     def _check_final(self, val_loss: float | None) -> None:
@@ -134,11 +155,38 @@ class Trainer:
         due = interval is not None and self._validation is not None and done % interval == 0
         return due and done < self._config.train.steps
 
+    def _is_saved(self, done: int) -> bool:
+        """Whether a checkpoint is due after so many steps; the one at the end is apart."""
+        interval = self._config.checkpoint.interval
+        return interval is not None and done % interval == 0 and done < self._config.train.steps
+
+    def _save(self, done: int, phase: Phase) -> None:
+        """Begin a checkpoint; the pipeline is empty."""
+        if self._checkpoints is not None:
+            start = perf_counter()
+            self._checkpoints.save(done, phase, tokens=self._tokens, train_loss=self._last_loss)
+            self._recorder.add_pause(start)
+            self._evaluating += perf_counter() - start
+
+    def _wait_for_save(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def _heed_time_limit(self, seconds: float) -> None:
+        """Ask for an end while there is time for the step under way and a checkpoint."""
+        limit = self._config.train.time_limit
+        if limit is None:
+            return
+        self._slowest_step = max(self._slowest_step, seconds)
+        saving = 0.0 if self._checkpoints is None else self._checkpoints.longest
+        if perf_counter() - self._began + 2 * self._slowest_step + 2 * saving > limit:
+            self.request_stop()
+
     def _segments(self) -> Iterator[tuple[Phase, int]]:
         """Phases and steps after which the pipeline is emptied: before evaluations, and where a phase ends."""
         for phase in self._phases:
-            for done in range(phase.first_step + 1, phase.end_step + 1):
-                if done == phase.end_step or self._is_evaluated(done):
+            for done in range(max(phase.first_step, self._start) + 1, phase.end_step + 1):
+                if done == phase.end_step or self._is_evaluated(done) or self._is_saved(done):
                     yield phase, done
 
     def _report(self, result: StepResult, *, staleness: int) -> None:
@@ -148,6 +196,7 @@ class Trainer:
         self._finish_times[1:] = [finished]
         self._tokens += tokens
         self._last_loss = result.loss
+        self._heed_time_limit(finished - before)
         routing = {} if result.expert_load is None else {"expert_load": result.expert_load}
         for name, loss in zip(LOSSES, result.routing_losses, strict=False):
             if getattr(self._config.model.moe, name):
@@ -211,9 +260,10 @@ class Trainer:
             dist.gather_object(mine, gathered)
             parts = gathered or parts
         rate = None
-        if len(self._finish_times) == 2 and done > 1:
+        here = done - self._start
+        if len(self._finish_times) == 2 and here > 1:
             elapsed = self._finish_times[1] - self._finish_times[0]
-            rate = self._tokens * (done - 1) / done / max(elapsed, 1e-9)
+            rate = (self._tokens - self._tokens_before) * (here - 1) / here / max(elapsed, 1e-9)
         loss = self._last_loss
         return TrainOutcome(
             status=status,

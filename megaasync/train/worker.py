@@ -2,24 +2,36 @@
 
 import signal
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from torch import distributed as dist
 
 from megaasync.config.schema import TrainConfig
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import choose_device, join_group, leave_group
-from megaasync.train.build import build_trainer
+from megaasync.entry.run_lock import join_folder
+from megaasync.train.build import CheckpointFiles, build_trainer
 from megaasync.train.output import RunOutput
 from megaasync.train.trainer import Trainer
 
 
 def _stop_on_signals(trainer: Trainer) -> None:
-    """SIGINT and SIGTERM ask for an end that all ranks agree on."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask for an end that all ranks agree on."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: trainer.request_stop())
+
+
+def _as_rank_0_says(said: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    if not dist.is_initialized():
+        return said
+    box = [said]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def run_rank(
@@ -28,6 +40,7 @@ def run_rank(
     prepared: PreparedData,
     folder: Path | None,
     run_config: Mapping[str, Any],
+    resume: Path | None = None,
 ) -> str:
     """Train on this rank, from joining the group to leaving it.
 
@@ -36,19 +49,27 @@ def run_rank(
         config: validated.
         prepared: where the tokens are.
         folder: the run folder, on rank 0, which writes it.
-        run_config: the config as a plain dict, for the tracker.
+        run_config: the config as a plain dict, for the tracker and for checkpoints.
+        resume: checkpoint to go on from, on rank 0.
 
     Returns:
         completed or interrupted.
     """
     device = choose_device(config.device, local_rank=environment.local_rank)
     join_group(environment, device=device, timeout=timedelta(seconds=config.parallel.timeout_seconds))
+    folder, resume = _as_rank_0_says((folder, resume))
+    with suppress(OSError):  # a folder that only rank 0 sees cannot be guarded from here
+        join_folder(folder)
     output = RunOutput(config, folder, run_config) if environment.rank == 0 else None
+    say = output.say if output is not None else lambda line: None
+    files = CheckpointFiles(folder / "checkpoints", resume, run_config, say)
     with output or nullcontext():
-        trainer = build_trainer(config, environment=environment, prepared=prepared, device=device, observer=output)
+        trainer = build_trainer(
+            config, environment=environment, prepared=prepared, device=device, observer=output, files=files
+        )
         _stop_on_signals(trainer)
         if output is not None:
-            output.begin(has_validation=trainer.has_validation)
+            output.begin(has_validation=trainer.has_validation, step=trainer.start, checkpoint=resume)
         outcome = trainer.train()
         if output is not None:
             output.finish(outcome)

@@ -46,7 +46,7 @@ def one_expert_rank(environment, config, favourites):
         make_step(number, **arguments)
         layout, whole = stage.optimizer.layout, stage.whole_master()
         momentum = torch.zeros_like(stage.master)
-        for run_, state in zip(layout.runs, stage.optimizer._states, strict=True):
+        for run_, state in zip(layout.runs, stage.optimizer.states, strict=True):
             if "m" in state and run_.homes is None:
                 run_.view_owned(momentum).copy_(state["m"])
         flat = torch.zeros_like(whole)

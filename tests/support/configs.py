@@ -133,8 +133,10 @@ _BASE: dict[str, Any] = {
         "warmup_steps": 4,
         "final_lr_ratio": 0.1,
         "decay_steps": 5,
+        "time_limit": None,
     },
     "data": {"name": "synthetic", "num_tokens": 6000, "branching": 3},
+    "checkpoint": {"interval": None, "keep": 2, "resume": "never", "async_save": True, "override": False},
     "logging": {
         "interval": 10,
         "trace": False,

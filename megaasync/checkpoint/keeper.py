@@ -1,0 +1,171 @@
+"""Saves beside the training: the pipeline waits for one copy of the local state, and for a save that still runs.
+
+A save that fails leaves the older checkpoints, is told of, and the training goes on.
+"""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import distributed as dist
+
+from megaasync.checkpoint import folders
+from megaasync.checkpoint.stage_state import Entries, bytes_of, copied
+from megaasync.checkpoint.transfer import write
+from megaasync.observe.run_files import write_json
+
+_ROOM = 1.05  # of the bytes to be written, that must be free
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written, on some rank."""
+
+
+def _words(error: BaseException) -> str:
+    """The innermost reason of a failure, in one line."""
+    failures = getattr(error, "failures", None)  # of torch.distributed.checkpoint: (exception, traceback) by rank
+    if failures:
+        rank, (cause, _) = sorted(failures.items())[0]
+        return f"rank {rank}: {_words(cause)}"
+    if isinstance(error, OSError):
+        return f"{error.filename or 'a file'}: {error.strerror or error}"
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+
+
+class CheckpointKeeper:
+    """Writes checkpoints of one run; every rank has one and they act together.
+
+    Attributes:
+        root: folder of the checkpoints.
+        last_step: of the last save begun, or of the checkpoint resumed from; -1 before.
+        longest: seconds that the longest save took so far.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep: int,
+        is_async: bool,
+        group: dist.ProcessGroup | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """A keeper.
+
+        Args:
+            root: folder of the checkpoints, the same on every rank.
+            keep: newest ones kept.
+            is_async: write in the background.
+            group: all ranks, over gloo, for nothing else; None for a single rank.
+            say: tells the user, on rank 0.
+        """
+        self.root, self._keep, self._is_async, self._group, self._say = root, keep, is_async, group, say
+        self._thread: threading.Thread | None = None
+        self.last_step, self.longest = -1, 0.0
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._group is None else dist.get_rank(self._group)
+
+    def save(self, step: int, entries: Entries, meta: Mapping[str, Any], *, own: Mapping[str, Any]) -> None:
+        """Begin a save; waits for the one before.
+
+        Args:
+            step: batches done.
+            entries: this rank's, views; copied before this returns.
+            meta: what the checkpoint says about itself, the same on all ranks.
+            own: what this rank alone knows, added to `meta["ranks"]`.
+        """
+        self.wait()
+        self.last_step = step
+        mine = copied(entries)
+        if not self._is_async:
+            self._save(step, mine, dict(meta), dict(own))
+            return
+        self._thread = threading.Thread(
+            target=self._save, args=(step, mine, dict(meta), dict(own)), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the save under way, if there is one, is durable or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _save(self, step: int, entries: Entries, meta: dict[str, Any], own: dict[str, Any]) -> None:
+        began = time.monotonic()
+        aside = folders.aside_of(self.root, step)
+        try:
+            self._prepare(aside, bytes_of(entries))
+            write(entries, aside, group=self._group)
+            self._finish(aside, step, meta, own)
+        except Exception as error:
+            if self._rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+                kept = folders.newest(self.root)
+                newest = f"the newest checkpoint is {kept.path}" if kept else "there is no checkpoint yet"
+                self._say(f"checkpoint at step {step} failed: {_words(error)}; training goes on, {newest}")
+        self.longest = max(self.longest, time.monotonic() - began)
+
+    def _prepare(self, aside: Path, num_bytes: int) -> None:
+        """A folder with room for all ranks' bytes."""
+        total = sum(self._gathered(num_bytes))
+        problem = None
+        if self._rank == 0:
+            try:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+                free = shutil.disk_usage(aside).free
+                if free < total * _ROOM:
+                    problem = (
+                        f"{self.root}: needs {total / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free; make "
+                        "room, or set checkpoint.keep lower"
+                    )
+            except OSError as error:
+                problem = _words(error)
+        self._agree(problem)
+
+    def _finish(self, aside: Path, step: int, meta: dict[str, Any], own: dict[str, Any]) -> None:
+        """Checksums, meta data, name and mark; then older checkpoints may go."""
+        problem, sums = None, {}
+        try:
+            mine = f"__{self._rank}_"
+            sums = {path.name: folders.checksum(path) for path in aside.iterdir() if path.name.startswith(mine)}
+        except OSError as error:
+            problem = _words(error)
+        parts = self._gathered((sums, own, problem))
+        problem = next((one for _, _, one in parts if one), None)
+        if self._rank == 0 and problem is None:
+            try:
+                meta["ranks"] = [one for _, one, _ in parts]
+                write_json(aside / folders.META, meta)
+                all_sums = {name: crc for found, _, _ in parts for name, crc in found.items()}
+                for name in (folders.META, ".metadata"):
+                    all_sums[name] = folders.checksum(aside / name)
+                folders.finish(aside, self.root / folders.folder_name(step), all_sums)
+                folders.remove_older(self.root, keep=self._keep)
+            except OSError as error:
+                problem = _words(error)
+        self._agree(problem)
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        """Every rank's, on every rank."""
+        if self._group is None:
+            return [mine]
+        found = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, mine, group=self._group)
+        return found
+
+    def _agree(self, problem: str | None) -> None:
+        """All ranks hear of rank 0's problem.
+
+        Raises:
+            SaveError: on every rank, if there is one.
+        """
+        problem = self._gathered(problem)[0]
+        if problem:
+            raise SaveError(problem)

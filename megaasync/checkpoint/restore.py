@@ -1,0 +1,224 @@
+"""From a checkpoint to a run that goes on: which settings must agree, what is loaded, and what is settled first.
+
+On the schedule that made it, the delay, the pending gradients and the published weights go on exactly. Under another
+delay the pending gradients are applied first, and the new schedule begins as a phase of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from megaasync.checkpoint.stage_state import Entries, StageState, merged
+from megaasync.checkpoint.transfer import load
+from megaasync.config.schema import ConfigError
+from megaasync.pipeline.updates import PendingStep, StepResult, Updates
+from megaasync.schedules import Phase, PipelineSchedule
+
+FORMAT = 1
+# settings of the training that a resumed run may have otherwise only with checkpoint.override=true
+_OF_TRAINING = (
+    *(("train", name) for name in ("global_batch_size", "seed", "lr_schedule", "warmup_steps", "final_lr_ratio")),
+    *(("train", name) for name in ("decay_steps", "clip_grad_norm")),
+    ("optimizer", "lr"),
+    ("optimizer", "weight_decay"),
+)
+_OF_RUN = ("cache_dir",)  # keys that say where something is, not what
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run goes on.
+
+    Attributes:
+        step: batches done.
+        tokens: valid tokens seen.
+        train_loss: of the last batch.
+        phases: those of the config, or with the rest of one under a new schedule.
+    """
+
+    step: int
+    tokens: int
+    train_loss: float | None
+    phases: tuple[Phase, ...]
+
+
+def _without(group: Any, names: Sequence[str]) -> Any:
+    return {key: value for key, value in group.items() if key not in names} if isinstance(group, Mapping) else group
+
+
+def check_settings(meta: Mapping[str, Any], plain: Mapping[str, Any], path: Path, *, override: bool) -> None:
+    """The model, the optimizer and the data are the checkpoint's; with `override` other settings may differ.
+
+    Raises:
+        ConfigError: names both values.
+    """
+    if meta.get("format") != FORMAT:
+        raise ConfigError(f"checkpoint {path}: has format {meta.get('format')}, this program reads {FORMAT}")
+    then = meta["config"]
+
+    def differ(key: str, now: Any, before: Any, remedy: str) -> None:
+        if now != before:
+            raise ConfigError(f"{key}={now}: the checkpoint {path} was made with {key}={before}; {remedy}")
+
+    other = "a checkpoint cannot be resumed with another one"
+    for key in sorted({*plain["model"], *then["model"]} - {"name"}):
+        differ(f"model.{key}", plain["model"].get(key), then["model"].get(key), other)
+    differ("train.dtype", plain["train"]["dtype"], then["train"]["dtype"], other)
+    fixed = ("lr", "weight_decay")
+    differ("optimizer", _without(plain["optimizer"], fixed), _without(then["optimizer"], fixed), other)
+    if override:
+        return
+    remedy = "set it back, or checkpoint.override=true to go on with the new one"
+    for group, name in _OF_TRAINING:
+        differ(f"{group}.{name}", plain[group][name], then[group][name], remedy)
+    differ("data", _without(plain["data"], _OF_RUN), _without(then["data"], _OF_RUN), remedy)
+
+
+def pending_from(meta: Mapping[str, Any]) -> dict[int, PendingStep]:
+    """The pending batches of a checkpoint."""
+    own: dict[int, dict[int, tuple[float, float]]] = {}
+    for part in meta["ranks"]:
+        for step, by_stage in part.get("own", {}).items():
+            own.setdefault(int(step), {}).update({int(k): tuple(v) for k, v in by_stage.items()})
+    return {
+        one["step"]: PendingStep(
+            StepResult(
+                one["step"], float(one["loss"]), float(one["grad_norm"]), one["tokens"], finished=0.0, stop=False
+            ),
+            own.get(one["step"], {}),
+        )
+        for one in meta["pending"]
+    }
+
+
+def describe(
+    step: int, *, tokens: int, train_loss: float | None, phase: Phase, states: Sequence[StageState], updates: Updates
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what a checkpoint says of the pipeline, what this rank alone knows)."""
+    pending = updates.pending_steps()
+    schedule = phase.schedule
+    behind = [max(0, step - max(schedule.version(stage=stage, step=step), 0)) for stage in range(schedule.num_stages)]
+    settled = all(state.stage.num_updates == step for state in states)
+    meta = {
+        "format": FORMAT,
+        "step": step,
+        "tokens": tokens,
+        "train_loss": train_loss,
+        "schedule": schedule.name,
+        "pending_of_stage": [0] * schedule.num_stages if settled else behind,
+        "pending": [
+            {"step": s, "loss": k.result.loss, "grad_norm": k.result.grad_norm, "tokens": k.result.tokens}
+            for s, k in pending.items()
+        ],
+    }
+    return meta, {"own": {str(s): {str(i): list(v) for i, v in k.own.items()} for s, k in pending.items() if k.own}}
+
+
+def entries_at(states: Sequence[StageState], step: int, *, schedule: PipelineSchedule, compensates: bool) -> Entries:
+    """Everything of this rank's stages, after `step` batches under a schedule; views."""
+    parts = []
+    for state in states:
+        done = state.stage.num_updates
+        parts += [state.optimizer_entries(), state.version_entries(version=done, number=0)]
+        for pending in range(done, step):
+            parts.append(state.gradient_entries(step=pending, number=step - pending))
+            if compensates:  # of the weights that it was taken at
+                taken_at = schedule.version(stage=state.stage.index, step=pending)
+                parts.append(state.version_entries(version=taken_at, number=pending - step))
+    return merged(parts)
+
+
+class _Loader:
+    def __init__(self, path: Path, group: dist.ProcessGroup | None) -> None:
+        self._path, self._group = path, group
+
+    def __call__(self, entries: Entries) -> None:
+        with torch.no_grad():
+            load(entries, self._path, group=self._group)
+
+
+def restore(
+    path: Path,
+    meta: Mapping[str, Any],
+    *,
+    states: Sequence[StageState],
+    updates: Updates,
+    phases: tuple[Phase, ...],
+    compensates: bool,
+    group: dist.ProcessGroup | None,
+) -> Position:
+    """Load a checkpoint into freshly built stages. All ranks call it together.
+
+    Args:
+        path: the folder, complete.
+        meta: what it says about itself.
+        states: of this rank's stages.
+        updates: of this rank.
+        phases: of the config.
+        compensates: gradients are compensated for their delay.
+        group: all ranks, over gloo; None for a single rank.
+
+    Raises:
+        ConfigError: the checkpoint does not fit.
+    """
+    step, behind, pending = meta["step"], meta["pending_of_stage"], pending_from(meta)
+    end = phases[-1].end_step
+    if step > end:
+        raise ConfigError(f"train.steps={end}: the checkpoint {path} has {step} steps already; set more train.steps")
+    phase = next((one for one in phases if one.first_step <= step < one.end_step), phases[-1])
+    wanted = [max(0, step - phase.schedule.version(stage=s, step=step)) for s in range(phase.schedule.num_stages)]
+    is_uniform = len(set(behind)) == 1
+    goes_on = behind == wanted if not is_uniform else set(behind) == set(wanted)
+    if not goes_on and not is_uniform:
+        raise ConfigError(
+            f"schedule={phase.schedule.name}: the checkpoint {path} was made by schedule={meta['schedule']}, whose "
+            f"stages are {behind} updates behind; resume it with that schedule and as many stages"
+        )
+    if not goes_on and behind[0] and compensates:
+        raise ConfigError(
+            f"correction=taylor: the checkpoint {path} has {behind[0]} pending gradient(s) of another schedule; resume "
+            "with that schedule or with correction=none"
+        )
+    loader = _Loader(path, group)
+    loader(merged([state.optimizer_entries() for state in states]))
+    for state in states:
+        # equal for all stages, or stage by stage as they were
+        stage, late = state.stage, behind[0] if is_uniform else behind[state.stage.index]
+        stage.optimizer.num_updates = step - late
+        if stage.balance is not None:
+            for s in range(step - late, step):
+                stage.balance.expect(s)
+            stage.balance.publish(stage.num_updates)
+    if goes_on:
+        loader(entries_at(states, step, schedule=phase.schedule, compensates=compensates))
+        for state in states:
+            stage, done = state.stage, state.stage.num_updates
+            older = (phase.schedule.version(stage=stage.index, step=s) for s in range(done, step) if compensates)
+            for version in sorted({done, *older}):
+                stage.gather_version(version)
+        for s, known in pending.items():
+            if any(state.stage.num_updates <= s for state in states):
+                updates.bring_back(s, known)
+        return Position(step, meta["tokens"], meta["train_loss"], phases)
+    for s in range(step - behind[0], step):
+        loader(merged([state.gradient_entries(step=s, number=step - s) for state in states]))
+        for state in states:
+            state.stage.step(s, scale=updates.scale_of(pending[s]), ahead=0)
+    for state in states:
+        state.stage.publish_master(step)
+    return Position(step, meta["tokens"], meta["train_loss"], _begun_at(phases, step))
+
+
+def _begun_at(phases: tuple[Phase, ...], step: int) -> tuple[Phase, ...]:
+    """The phases from `step` on, whose first one begins there with settled weights."""
+    rest = []
+    for phase in phases:
+        if phase.first_step < step < phase.end_step:
+            rest.append(replace(phase, schedule=replace(phase.schedule, since=step), first_step=step))
+        elif phase.end_step > step:
+            rest.append(phase)
+    return tuple(rest) or phases[-1:]

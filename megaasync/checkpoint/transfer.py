@@ -1,0 +1,88 @@
+"""Entries to and from a folder by torch.distributed.checkpoint."""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megaasync.checkpoint.stage_state import Entries
+from megaasync.config.schema import ConfigError
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].boxes[tuple(index.offset)]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        there = self.metadata.state_dict_metadata
+        return LoadPlan(
+            [
+                item
+                for name, pieces in self.state_dict.items()
+                for item in create_read_items_for_chunk_list(name, there[name], pieces.chunks())
+            ]
+        )
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].boxes[tuple(index.offset)]
+
+
+def write(entries: Entries, folder: Path, *, group: dist.ProcessGroup | None) -> None:
+    """Write all ranks' entries; equal pieces of several ranks once. All ranks of the group call it together.
+
+    Raises:
+        Exception: on every rank, if any rank could not write.
+    """
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=True)
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a single process saves without a group, on purpose
+        dcp.save(entries, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+
+
+def tensors_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Global shapes of the tensors of a checkpoint, by name."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    return {
+        name: tuple(one.size) for name, one in metadata.state_dict_metadata.items()
+        if isinstance(one, TensorStorageMetadata)
+    }  # fmt: skip
+
+
+def load(entries: Entries, folder: Path, *, group: dist.ProcessGroup | None) -> None:
+    """Read into the entries' views, whatever layout wrote the folder. All ranks of the group call it together.
+
+    Raises:
+        ConfigError: an entry is not there, or has another shape.
+    """
+    there = tensors_in(folder)
+    for name, pieces in entries.items():
+        if name not in there:
+            raise ConfigError(f"checkpoint {folder}: has no {name}, so another model or optimizer made it")
+        if there[name] != pieces.shape:
+            raise ConfigError(
+                f"checkpoint {folder}: {name} has shape {list(there[name])}, but {list(pieces.shape)} here; it is of "
+                "another model"
+            )
+    state: dict[str, Any] = dict(entries)
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(
+            state, storage_reader=dcp.FileSystemReader(folder), planner=planner, process_group=group,
+            no_dist=group is None,
+        )  # fmt: skip

@@ -1,0 +1,99 @@
+"""What a trainer needs of checkpoints: save now, where to go on, wait."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from megaasync.checkpoint.folders import folder_name, read_meta
+from megaasync.checkpoint.keeper import CheckpointKeeper
+from megaasync.checkpoint.restore import Position, check_settings, describe, entries_at, restore
+from megaasync.checkpoint.stage_state import StageState
+from megaasync.config.schema import TrainConfig
+from megaasync.pipeline.updates import Updates
+from megaasync.schedules import Phase
+
+
+class RunCheckpoints:
+    """The checkpoints of one rank's part of a run.
+
+    Attributes:
+        position: where to go on; None at a fresh start.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        plain: Mapping[str, Any],
+        *,
+        keeper: CheckpointKeeper | None,
+        states: Sequence[StageState],
+        updates: Updates,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Checkpoints of a run.
+
+        Args:
+            config, plain: of the run, read and as a plain dict.
+            keeper: None if the run saves nothing.
+            states: of this rank's stages.
+            updates: of this rank.
+            group: all ranks, over gloo; None for a single rank.
+        """
+        self._config, self._plain, self._keeper = config, plain, keeper
+        self._states, self._updates, self._group = states, updates, group
+        self._compensates = config.correction.name == "taylor"
+        self.position: Position | None = None
+
+    def resume(self, path: Path, phases: tuple[Phase, ...]) -> None:
+        """Load a checkpoint into the stages, and remember where to go on.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        meta = read_meta(path)
+        check_settings(meta, self._plain, path, override=self._config.checkpoint.override)
+        self.position = restore(
+            path,
+            meta,
+            states=self._states,
+            updates=self._updates,
+            phases=phases,
+            compensates=self._compensates,
+            group=self._group,
+        )
+        if (
+            self._keeper is not None
+            and path.name == folder_name(self.position.step)
+            and path.parent == self._keeper.root
+        ):
+            self._keeper.last_step = self.position.step
+
+    @property
+    def longest(self) -> float:
+        """Seconds that the longest save took."""
+        return 0.0 if self._keeper is None else self._keeper.longest
+
+    def save(self, step: int, phase: Phase, *, tokens: int, train_loss: float | None) -> None:
+        """Begin a checkpoint after `step` steps, unless it is there; the pipeline is empty."""
+        if self._keeper is None or self._keeper.last_step == step:
+            return
+        meta, own = describe(
+            step, tokens=tokens, train_loss=train_loss, phase=phase, states=self._states, updates=self._updates
+        )
+        made = {
+            "layout": {name: getattr(self._config.layout, name) for name in ("pipeline", "data", "expert", "tensor")},
+            "torch": torch.__version__,
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "config": dict(self._plain),
+        }
+        entries = entries_at(self._states, step, schedule=phase.schedule, compensates=self._compensates)
+        self._keeper.save(step, entries, meta | made, own=own)
+
+    def wait(self) -> None:
+        """Until the save under way is durable or has failed."""
+        if self._keeper is not None:
+            self._keeper.wait()
