@@ -180,7 +180,10 @@ def test_saving_more_often_changes_nothing(tmp_path):
     [
         ({"optimizer__lr": 0.5}, r"optimizer.lr=0.5: the checkpoint .* was made with optimizer.lr=0.02; set it back"),
         ({"model__hidden_size": 32}, "model.hidden_size=32: the checkpoint .* was made with model.hidden_size=16"),
-        ({"train__global_batch_size": 32}, "train.global_batch_size=32: the checkpoint .* global_batch_size=16"),
+        (
+            {"train__global_batch_size": 32},
+            "train.global_batch_size=32: the checkpoint .* was made with train.global_batch_size=16",
+        ),
         ({"train__dtype": "float32"}, "train.dtype=float32: the checkpoint .* was made with train.dtype=float64"),
         ({"optimizer__momentum": 0.5}, "optimizer=.* was made with optimizer="),
         ({"train__steps": 3, "train__warmup_steps": 2}, "train.steps=3: the checkpoint .* has 4 steps already"),

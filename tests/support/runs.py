@@ -1,7 +1,9 @@
 """A real run on real gloo ranks that returns its rows and weights instead of writing a folder."""
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.entry.spawn import spawn_ranks
 from megaasync.models.sharding import sharding_of
-from megaasync.train.build import build_trainer
+from megaasync.train.build import CheckpointFiles, build_trainer
 
 
 @dataclass
@@ -23,6 +25,7 @@ class RunNumbers:
     rows: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     val_loss: float | None = None
+    said: list[str] = field(default_factory=list)
 
     def on_row(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -31,8 +34,15 @@ class RunNumbers:
         return np.array([row[name] for row in self.rows if row["kind"] == "train"])
 
 
-def run_rank(environment: RankEnvironment, config: TrainConfig) -> RunNumbers:
-    """Train on this rank and collect."""
+def plain_of(config: TrainConfig) -> dict[str, Any]:
+    """The config as it would come from a file."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def run_rank(
+    environment: RankEnvironment, config: TrainConfig, root: Path | None = None, resume: Path | None = None
+) -> RunNumbers:
+    """Train on this rank and collect; checkpoints go below `root`."""
     device = torch.device("cpu")
     join_group(environment, device=device, timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
@@ -43,6 +53,7 @@ def run_rank(environment: RankEnvironment, config: TrainConfig) -> RunNumbers:
         prepared=PreparedData(None, None, None),
         device=device,
         observer=numbers,
+        files=root and CheckpointFiles(root, resume, plain_of(config), numbers.said.append),
     )
     numbers.val_loss = trainer.train().val_loss
     for stage in trainer.executor.stages:
@@ -75,9 +86,12 @@ def _stable(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "tokens_per_second"}
 
 
-def run(config: TrainConfig) -> RunNumbers:
-    """Train on as many ranks as the config says; weights of all stages are put together, rows are rank 0's."""
-    parts = spawn_ranks(run_rank, (config,), world_size=config.world_size)
+def run(config: TrainConfig, root: Path | None = None, resume: Path | None = None) -> RunNumbers:
+    """Train on as many ranks as the config says; weights of all stages are put together, rows are rank 0's.
+
+    Checkpoints go below `root`; `resume` is one to go on from.
+    """
+    parts = spawn_ranks(run_rank, (config, root, resume), world_size=config.world_size)
     whole = parts[0]
     for part in parts[1:]:
         assert [_stable(r) for r in part.rows] == [_stable(r) for r in whole.rows], "ranks disagree about the metrics"
