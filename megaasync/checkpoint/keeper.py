@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megaasync.checkpoint import folders
 from megaasync.checkpoint.stage_state import Entries, bytes_of, copied
@@ -103,7 +104,7 @@ class CheckpointKeeper:
             self._prepare(aside, bytes_of(entries))
             write(entries, aside, group=self._group)
             self._finish(aside, step, meta, own)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
             if self._rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
                 kept = folders.newest(self.root)

@@ -85,7 +85,8 @@ def _rank_main(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher alone decides what an interrupt means
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)  # the fork server blocks them
+    # The fork server blocks them. Those that only ask for a checkpoint wait until the rank can heed them.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING - {signal.SIGUSR1, signal.SIGUSR2})
     _die_with_the_launcher()
     try:
         ended = _Ended(value=target(environment, *args))

@@ -77,10 +77,12 @@ class RunCheckpoints:
         """Seconds that the longest save took."""
         return 0.0 if self._keeper is None else self._keeper.longest
 
+    def is_due(self, step: int) -> bool:
+        """Whether there is no checkpoint of `step` yet, and there should be one."""
+        return self._keeper is not None and self._keeper.last_step != step
+
     def save(self, step: int, phase: Phase, *, tokens: int, train_loss: float | None) -> None:
-        """Begin a checkpoint after `step` steps, unless it is there; the pipeline is empty."""
-        if self._keeper is None or self._keeper.last_step == step:
-            return
+        """Begin a checkpoint after `step` steps, if it `is_due`; the pipeline is empty."""
         meta, own = describe(
             step, tokens=tokens, train_loss=train_loss, phase=phase, states=self._states, updates=self._updates
         )

@@ -162,8 +162,13 @@ class Trainer:
 
     def _save(self, done: int, phase: Phase) -> None:
         """Begin a checkpoint; the pipeline is empty."""
-        if self._checkpoints is not None:
+        if self._checkpoints is not None and self._checkpoints.is_due(done):
             start = perf_counter()
+            if not self.executor.has_finite_masters():
+                raise TrainingError(
+                    f"step {done}: the weights are not finite, so no checkpoint was made of them; try a lower "
+                    "optimizer.lr or a longer train.warmup_steps"
+                )
             self._checkpoints.save(done, phase, tokens=self._tokens, train_loss=self._last_loss)
             self._recorder.add_pause(start)
             self._evaluating += perf_counter() - start

@@ -23,6 +23,7 @@ def _stop_on_signals(trainer: Trainer) -> None:
     """SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask for an end that all ranks agree on."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: trainer.request_stop())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGUSR2})
 
 
 def _as_rank_0_says(said: Any) -> Any:

@@ -1,0 +1,289 @@
+"""Runs that are killed, signalled or short of disk: nothing is lost, and what goes on is the same run."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaasync.checkpoint import transfer
+from megaasync.checkpoint.folders import MARK, checkpoints_in
+from megaasync.checkpoint.pieces import Pieces
+from tests.cli.test_runs import ranks_of, wait_for_step
+from tests.support.cli import TINY, command, environment, metrics, pretrain, summary
+from tests.support.tiers import also_slow
+
+RECIPE = [
+    *TINY,
+    "parallel.pipeline=2",
+    "parallel.data=2",
+    "optimizer=muon",
+    "schedule=2bw",
+    "correction=error_feedback",
+    "model.num_layers=2",
+    "train.lr_schedule=constant",
+    "checkpoint.interval=4",
+    "logging.interval=1000",
+]
+
+
+def start(cwd, *arguments):
+    return subprocess.Popen(
+        command(*RECIPE, *arguments),
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.fixture
+def started():
+    """Start runs; whatever is left of them is ended after the test."""
+    processes = []
+
+    def begin(cwd, *arguments):
+        processes.append(start(cwd, *arguments))
+        return processes[-1]
+
+    yield begin
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def numbers(folder):
+    """What training wrote, without clocks."""
+    rows = metrics(folder)
+    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+
+
+def tensors_of(checkpoint):
+    """Every tensor of a checkpoint, whole."""
+    found = {}
+    entries = {}
+    metadata = transfer.dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    for name, shape in transfer.tensors_in(checkpoint).items():
+        dtype = metadata[name].properties.dtype
+        found[name] = torch.zeros(shape, dtype=dtype)
+        entries[name] = Pieces(shape, dtype, {(0,) * len(shape): found[name]})
+    transfer.load(entries, checkpoint, group=None)
+    return found
+
+
+def assert_same_end(folder, other):
+    assert numbers(folder) == numbers(other)
+    last, expected = (checkpoints_in(one / "checkpoints")[-1] for one in (folder, other))
+    assert last.step == expected.step
+    mine, theirs = tensors_of(last.path), tensors_of(expected.path)
+    assert mine.keys() == theirs.keys() and len(mine) > 20
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert summary(folder)["val_loss"] == summary(other)["val_loss"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    cwd = tmp_path_factory.mktemp("whole")
+    ran = pretrain(*RECIPE, "train.steps=60", "run.dir=run", cwd=cwd)
+    assert ran.status == 0, ran.err
+    return cwd / "run"
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow("survive"))])
+def test_a_run_killed_again_and_again_ends_as_if_nothing_had_been(tmp_path, started, uninterrupted, kills):
+    """SIGKILL of everything at random moments, start-up and saves included; bit for bit."""
+    chance = random.Random(kills)
+    killed = starts = 0
+    while True:
+        process = started(tmp_path, "train.steps=60", "run.dir=run")
+        starts += 1
+        assert starts < kills + 20
+        if killed < kills:
+            try:
+                process.wait(chance.choice([chance.uniform(0.5, 4), chance.uniform(4, 14)]))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                killed += 1
+                process.communicate()
+                continue
+        _, err = process.communicate(timeout=120)
+        if process.returncode == 0:
+            break
+        assert "complete after 60 steps" in err, err
+        break
+    assert_same_end(tmp_path / "run", uninterrupted)
+    begun = metrics(tmp_path / "run", "start")
+    assert all(row["checkpoint"] is None or Path(row["checkpoint"]).name == f"step_{row['step']:08d}" for row in begun)
+
+
+SIGNALS = [
+    (n, to) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) for to in ("launcher", "all", "rank", "twice")
+]
+
+
+@pytest.mark.parametrize(("number", "to"), also_slow(SIGNALS, kept=(0, 6, 7), area="survive"), ids=str)
+def test_a_signal_saves_and_the_run_goes_on_exactly(tmp_path, started, uninterrupted, number, to):
+    process = started(tmp_path, "train.steps=60", "checkpoint.interval=1000", "run.dir=run")
+    wait_for_step(tmp_path / "run", 3, process)
+    at = time.monotonic()
+    if to == "rank":
+        os.kill(ranks_of(process)[-1], number)
+    elif to == "all":
+        os.killpg(process.pid, number)
+    else:
+        for _ in range(2 if to == "twice" else 1):
+            os.kill(process.pid, number)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - at < 30
+    assert process.returncode == 130 and "Traceback" not in err, err
+    steps = len(metrics(tmp_path / "run"))
+    assert summary(tmp_path / "run")["status"] == "interrupted"
+    (found,) = checkpoints_in(tmp_path / "run" / "checkpoints")
+    assert (found.step, found.is_complete) == (steps, True)
+    ran = pretrain(*RECIPE, "train.steps=60", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    assert_same_end(tmp_path / "run", uninterrupted)
+
+
+def test_a_time_limit_saves_before_it_is_reached(tmp_path):
+    began = time.monotonic()
+    ran = pretrain(*RECIPE, "train.steps=100000", "train.time_limit=4", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 130 and time.monotonic() - began < 40
+    (found,) = checkpoints_in(tmp_path / "run" / "checkpoints")[-1:]
+    assert found.is_complete and found.step == len(metrics(tmp_path / "run"))
+
+
+@pytest.fixture
+def with_two(tmp_path):
+    """A run of 8 steps with checkpoints at 4 and 8."""
+    ran = pretrain(*RECIPE, "train.steps=8", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    return tmp_path / "run" / "checkpoints"
+
+
+def test_a_broken_newest_checkpoint_is_passed_over_and_named(tmp_path, with_two):
+    newest = with_two / "step_00000008"
+    (with_two / "notes.txt").write_text("mine")
+    (with_two / "step_00000099").mkdir()  # never finished
+    shard = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    with shard.open("r+b") as file:
+        file.truncate(100)
+    listed = subprocess.run(
+        [*command()[:1], "-m", "megaasync.checkpoint", "list", "run"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert listed.returncode == 0 and "instead of" in listed.stdout and "did not finish" in listed.stdout
+    ran = pretrain(*RECIPE, "train.steps=10", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    start_row = metrics(tmp_path / "run", "start")[-1]
+    assert (start_row["step"], Path(start_row["checkpoint"]).name) == (4, "step_00000004")
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, 11))
+    assert (with_two / "notes.txt").read_text() == "mine"
+    explicit = pretrain(*RECIPE, f"checkpoint.resume={with_two / 'step_00000099'}", "run.dir=other", cwd=tmp_path)
+    assert explicit.status == 2 and "has no COMPLETE.json: its save did not finish" in explicit.message
+    assert not (tmp_path / "other").exists()
+
+
+def test_verify_finds_a_changed_byte(tmp_path, with_two):
+    def verify():
+        return subprocess.run(
+            [*command()[:1], "-m", "megaasync.checkpoint", "verify", "run"],
+            cwd=tmp_path, env=environment(), capture_output=True, text=True,
+        )  # fmt: skip
+
+    assert verify().returncode == 0
+    shard = next((with_two / "step_00000004").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    told = verify()
+    assert told.returncode == 1 and f"{shard.name} was changed after it was written" in told.stdout
+    described = subprocess.run(
+        [*command()[:1], "-m", "megaasync.checkpoint", "describe", "run"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert described.returncode == 0 and "steps         8 of 8" in described.stdout
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_leaves_no_folder(tmp_path, with_two):
+    ran = pretrain(
+        *RECIPE,
+        "model.hidden_size=32",
+        f"checkpoint.resume={with_two / 'step_00000008'}",
+        "run.dir=other",
+        cwd=tmp_path,
+    )
+    assert ran.status == 2 and "model.hidden_size=32: the checkpoint" in ran.message, ran.err
+    assert "Traceback" not in ran.err and not (tmp_path / "other").exists()
+
+
+def test_a_complete_run_is_not_run_again(tmp_path, with_two):
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    ran = pretrain(*RECIPE, "train.steps=8", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 2 and "complete after 8 steps; set train.steps above that" in ran.message
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    ran = pretrain(*RECIPE, "train.steps=8", "run.dir=run", "checkpoint.resume=never", cwd=tmp_path)
+    assert ran.status == 2 and "holds a run already" in ran.message
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path):
+    """The older checkpoint stays, the message says so, training goes on."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk]).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        (disk / "run").mkdir()
+        ran = pretrain(*RECIPE, "train.steps=8", "checkpoint.keep=1", f"run.dir={disk}/run", cwd=tmp_path)
+        assert ran.status == 0, ran.err
+        (found,) = checkpoints_in(disk / "run" / "checkpoints")
+        room = shutil.disk_usage(disk).free
+        (disk / "ballast").write_bytes(b"x" * (room - 300_000))
+        ran = pretrain(*RECIPE, "train.steps=16", "checkpoint.keep=1", f"run.dir={disk}/run", cwd=tmp_path)
+        assert ran.status == 0, ran.err
+        assert "checkpoint at step 12 failed" in ran.out and "training goes on" in ran.out
+        assert "needs" in ran.out and "MiB are free; make room" in ran.out
+        assert str(found.path) in ran.out
+        assert [one.step for one in checkpoints_in(disk / "run" / "checkpoints") if one.is_complete] == [8]
+        assert not list((disk / "run" / "checkpoints").glob(".*"))
+    finally:
+        subprocess.run(["umount", disk])
+
+
+def test_a_file_size_limit_in_the_middle_of_a_write_is_survived(tmp_path):
+    """As a quota: some rank's write fails half way, all ranks hear of it."""
+    arguments = [*RECIPE, "model.hidden_size=128", "model.ffn_hidden_size=512", "train.steps=6", "run.dir=run"]
+    ran = subprocess.run(
+        ["bash", "-c", 'ulimit -f 300; exec "$@"', "bash", *command(*arguments)],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "checkpoint at step 4 failed" in ran.stdout and "there is no checkpoint yet" in ran.stdout
+    assert "File too large" in ran.stdout
+    assert checkpoints_in(tmp_path / "run" / "checkpoints") == []
+
+
+def test_a_second_start_waits_for_the_first_and_then_says_who_it_is(tmp_path, started):
+    process = started(tmp_path, "train.steps=100000", "run.dir=run")
+    wait_for_step(tmp_path / "run", 5, process)
+    ran = pretrain(*RECIPE, "train.steps=100000", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 2 and f"process {process.pid} on" in ran.message and "works there" in ran.message
+    assert 29 < ran.seconds < 45
+    assert process.poll() is None
+
+
+def test_a_mark_names_every_file(with_two):
+    folder = with_two / "step_00000008"
+    named = set(json.loads((folder / MARK).read_text())["files"])
+    assert named == {path.name for path in folder.iterdir()} - {MARK}
