@@ -31,6 +31,8 @@ def _words(error: BaseException) -> str:
     if failures:
         rank, (cause, _) = sorted(failures.items())[0]
         return f"rank {rank}: {_words(cause)}"
+    if "inline_container" in str(error):  # torch's words for a write that came to less than it should
+        return "a file could not be written whole; is the disk full, or a quota or file size limit reached?"
     if isinstance(error, OSError):
         return f"{error.filename or 'a file'}: {error.strerror or error}"
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
