@@ -109,13 +109,15 @@ def describe(
         "tokens": tokens,
         "train_loss": train_loss,
         "schedule": schedule.name,
+        "skipped": updates.skipped,
         "pending_of_stage": [0] * schedule.num_stages if settled else behind,
         "pending": [
             {"step": s, "loss": k.result.loss, "grad_norm": k.result.grad_norm, "tokens": k.result.tokens}
             for s, k in pending.items()
         ],
     }
-    return meta, {"own": {str(s): {str(i): list(v) for i, v in k.own.items()} for s, k in pending.items() if k.own}}
+    own = {str(s): {str(i): list(v) for i, v in k.own.items()} for s, k in pending.items() if k.own}
+    return meta, {"own": own, "num_skipped": {str(one.stage.index): one.stage.optimizer.num_skipped for one in states}}
 
 
 def entries_at(states: Sequence[StageState], step: int, *, schedule: PipelineSchedule, compensates: bool) -> Entries:
@@ -183,12 +185,17 @@ def restore(
             f"correction=taylor: the checkpoint {path} has {behind[0]} pending gradient(s) of another schedule; resume "
             "with that schedule or with correction=none"
         )
+    updates.skipped.extend(meta["skipped"])
     loader = _Loader(path, group)
     loader(merged([state.optimizer_entries() for state in states]))
     for state in states:
         # equal for all stages, or stage by stage as they were
         stage, late = state.stage, behind[0] if is_uniform else behind[state.stage.index]
         stage.optimizer.num_updates = step - late
+        stage.optimizer.num_skipped = sum(one < step - late for one in meta["skipped"])
+        if not is_uniform:  # each stage may have skipped others
+            counts = {key: count for part in meta["ranks"] for key, count in part["num_skipped"].items()}
+            stage.optimizer.num_skipped = counts[str(stage.index)]
         if stage.balance is not None:
             for s in range(step - late, step):
                 stage.balance.expect(s)
@@ -207,7 +214,10 @@ def restore(
     for s in range(step - behind[0], step):
         loader(merged([state.gradient_entries(step=s, number=step - s) for state in states]))
         for state in states:
-            state.stage.step(s, scale=updates.scale_of(pending[s]), ahead=0)
+            if pending[s].result.is_finite:
+                state.stage.step(s, scale=updates.scale_of(pending[s]), ahead=0)
+            else:
+                state.stage.skip(s)
     for state in states:
         state.stage.publish_master(step)
     return Position(step, meta["tokens"], meta["train_loss"], _begun_at(phases, step))

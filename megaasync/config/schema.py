@@ -338,6 +338,8 @@ class LoopConfig:
         warmup_steps: linear warmup.
         final_lr_ratio: lr at the last step over the peak, for cosine and wsd.
         decay_steps: length of the final decay of wsd.
+        on_nonfinite: what to do about a batch whose loss or gradient norm is not finite: `stop`, or `skip` it.
+        max_skipped: with `skip`, how many in all; the next one stops.
         time_limit: seconds after which the run saves and ends, as at a signal; null for none.
     """
 
@@ -353,6 +355,8 @@ class LoopConfig:
     warmup_steps: int
     final_lr_ratio: float
     decay_steps: int
+    on_nonfinite: Literal["stop", "skip"]
+    max_skipped: int
     time_limit: float | None
 
 

@@ -31,7 +31,7 @@ def check_sizes(config: TrainConfig) -> None:
     _at_least("model.vocab_size", model.vocab_size, 2)
     for name in ("steps", "global_batch_size", "micro_batch_size", "eval_interval", "eval_sequences"):
         _at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("warmup_steps", "decay_steps", "seed"):
+    for name in ("warmup_steps", "decay_steps", "seed", "max_skipped"):
         _at_least(f"train.{name}", getattr(train, name), 0)
     for name in ("tensor", "expert", "pipeline"):
         _at_least(f"parallel.{name}", getattr(config.parallel, name), 1)

@@ -26,7 +26,8 @@ class StageOptimizer:
         layout: where each parameter lies.
         master: [layout.owned_size] z, in at least float32.
         states, memories: of the rules and of the compensation, one dict per run of the layout.
-        num_updates: gradients absorbed.
+        num_updates: gradients absorbed or skipped, which is the newest version.
+        num_skipped: of those, skipped; rules count the others.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class StageOptimizer:
         self.states = [run.rule.init(self.master.new_empty(run.state_shape)) for run in layout.runs]
         self.memories = [compensation.init(run.view_owned(self.master)) if compensation else {} for run in layout.runs]
         self._learning_rate = learning_rate
-        self.num_updates = 0
+        self.num_updates = self.num_skipped = 0
 
     @property
     def state_bytes(self) -> int:
@@ -107,6 +108,14 @@ class StageOptimizer:
                 direction = self._direction(run, grad[part], state, part, weights=z[part], lr=lr)
                 self._move(run, z[part], x[part], direction, lr=lr, ahead=ahead)
 
+    @torch.no_grad()
+    def skip(self, *, publish: Tensor) -> None:
+        """Leave a gradient out: the next version is z, as an update of zero would have it."""
+        self.num_updates += 1
+        self.num_skipped += 1
+        for run in self.layout.runs:
+            run.view(publish).copy_(run.view_owned(self.master))
+
     def _compensate(self, grad: Tensor, memory: State, *, now: Tensor, then: Tensor) -> None:
         for part in parts_of(grad.shape):
             its_memory = {name: tensor[part] for name, tensor in memory.items()}
@@ -116,11 +125,12 @@ class StageOptimizer:
         self, run: Run, grad: Tensor, state: State, part: slice, *, weights: Tensor | None = None, lr: float = 0.0
     ) -> Tensor:
         its_state = {name: tensor[part] for name, tensor in state.items()}
+        count = self.num_updates - self.num_skipped
         if isinstance(run.rule, TorchOptimizer) and run.rule.sees_weights:
             if lr == 0:
                 return torch.zeros_like(grad)
-            return run.rule.direction(grad, its_state, count=self.num_updates, weights=weights, lr=lr)
-        return run.rule.direction(grad, its_state, count=self.num_updates)
+            return run.rule.direction(grad, its_state, count=count, weights=weights, lr=lr)
+        return run.rule.direction(grad, its_state, count=count)
 
     def _direction_at_home(self, run: Run, grad: Tensor, state: State) -> Tensor:
         """Directions of parts of matrices, each computed for the whole matrix on one rank."""

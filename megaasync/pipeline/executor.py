@@ -91,6 +91,11 @@ class Executor:
         self._schedule: PipelineSchedule | None = None
         self._end = 0
 
+    @property
+    def skipped(self) -> list[int]:
+        """Batches left out because a number was not finite."""
+        return self._updates.skipped
+
     def request_stop(self) -> None:
         """Ask for an end: all ranks hear of it with the next global norm and end after the same step."""
         self._updates.stop_requested = True

@@ -83,7 +83,7 @@ class PipelineStage:
         self._in_flight: dict[Key, tuple[Tensor | None, GradientEdge, int]] = {}
         self._deferred: dict[Key, tuple[Deferred, int]] = {}
         self._kept: Tensor | None = None
-        self._loss: dict[int, Tensor] = {}
+        self._loss: dict[int, list[Tensor]] = {}
         self._tokens: dict[int, Tensor] = {}
 
     @property
@@ -116,7 +116,7 @@ class PipelineStage:
             self._tokens[step] = self._tokens.get(step, 0) + microbatch.mask_BS.sum()
         if not self.is_last:
             return y.detach()
-        self._loss[step] = self._loss.get(step, 0) + y.detach().double()
+        self._loss.setdefault(step, []).append(y.detach().double())
         return None
 
     def _begin_backward(self, key: Key, version: int) -> tuple[Tensor | None, GradientEdge]:
@@ -164,11 +164,17 @@ class PipelineStage:
         return self.gradients.sum_of(step)[self._tied.owned]
 
     def take_sums(self, step: int) -> Tensor:
-        """[2] float64: loss sum of `step` (0 but on the last stage) and valid tokens that this stage was given."""
-        sums = self.master.new_zeros(2, dtype=torch.float64)
-        loss, tokens = self._loss.pop(step, 0.0), self._tokens.pop(step, 0)
+        """[2 + m] float64: loss sum of `step`, valid tokens that this stage was given, and losses by microbatch.
+
+        Losses are there on the last stage only, in the order of its forwards, which is that of the microbatches.
+        """
+        losses, tokens = self._loss.pop(step, []), self._tokens.pop(step, 0)
+        sums = self.master.new_zeros(2 + len(losses), dtype=torch.float64)
         if self._counts:
-            sums[0], sums[1] = loss, tokens
+            sums[1] = tokens
+            if losses:
+                torch.stack(losses, out=sums[2:])
+                sums[0] = sums[2:].sum()
         return sums
 
     def routing_figures(self, step: int) -> Tensor | None:
@@ -176,10 +182,6 @@ class PipelineStage:
         if self.balance is None or self._replicas.index > 0:
             return None
         return self.balance.figures(step)
-
-    def drop_gradient(self, step: int) -> None:
-        """Put zeros in the place of a gradient that is not finite."""
-        self.gradients.sum_of(step).zero_()
 
     def squares(self, step: int) -> Tensor:
         """Scalar float64: this rank's part of the squares of the reduced gradient.
@@ -211,6 +213,15 @@ class PipelineStage:
         self._data_parallel.gather(weights)
         if self.balance is not None:
             self.balance.absorb(step, version=step + 1)
+
+    def skip(self, step: int) -> None:
+        """Leave the gradient of `step` out; weight version step + 1 is z."""
+        assert step == self.num_updates, f"stage {self.index}: update {step} after {self.num_updates} updates"
+        weights = self.versions.flat(step + 1)
+        self.optimizer.skip(publish=weights)
+        self._data_parallel.gather(weights)
+        if self.balance is not None:
+            self.balance.leave_out(step, version=step + 1)
 
     def publish_master(self, version: int, *, keeps: bool = False) -> None:
         """Write z, and the newest of what else belongs to a version, to the slot of a version not in use.

@@ -42,6 +42,8 @@ class StepResult:
         stop: some rank asked to stop.
         expert_load: tokens of the busiest expert over the mean, mean over the layers with experts; None without any.
         routing_losses: the routers' losses, per valid token, in the order of `megaasync.nn.router.LOSSES`.
+        broken_stages: those whose gradient is not finite.
+        broken_microbatches: those whose loss is not finite, on any data-parallel rank; 0-based.
     """
 
     step: int
@@ -52,6 +54,8 @@ class StepResult:
     stop: bool
     expert_load: float | None = None
     routing_losses: tuple[float, ...] = ()
+    broken_stages: tuple[int, ...] = ()
+    broken_microbatches: tuple[int, ...] = ()
 
     @property
     def is_finite(self) -> bool:
@@ -66,8 +70,8 @@ class _Pending:
     result: Future = field(default_factory=Future)
     handed_in: set[int] = field(default_factory=set)
     reductions: list[Future] = field(default_factory=list)  # in the background
-    # Per stage, [2] loss sum and valid tokens. They belong to the caller's stream: kept until the result is known, or
-    # a GPU's allocator would hand their memory out while the background still has to read it.
+    # Per stage, [2 + m] loss sum, valid tokens and losses by microbatch. They belong to the caller's stream: kept until
+    # the result is known, or a GPU's allocator would hand their memory out while the background still has to read it.
     sums: dict[int, Tensor] = field(default_factory=dict)
     # Per stage, if each clips by its own norm, for then a STEP may come before the sums over stages are made:
     terms: dict[int, Tensor] = field(default_factory=dict)  # this rank's part of those sums
@@ -95,6 +99,7 @@ class Updates:
 
     Attributes:
         stop_requested: this rank asks for an end; told to all with the next hand-in.
+        skipped: batches left out so far, in order; the same on every rank.
     """
 
     def __init__(
@@ -102,7 +107,9 @@ class Updates:
         stages: Iterable[PipelineStage],
         *,
         num_stages: int,
+        num_microbatches: int,
         clip_grad_norm: float | None,
+        max_skipped: int,
         norm: RankGroup,
         ends: RankGroup | None,
         looks_ahead: bool,
@@ -117,7 +124,9 @@ class Updates:
         Args:
             stages: this rank's.
             num_stages: of the model.
+            num_microbatches: per step.
             clip_grad_norm: largest gradient norm, or None.
+            max_skipped: batches with numbers that are not finite that are left out; the next one ends the run.
             norm: all ranks.
             ends: the first and the last stage's ranks of this pipeline, if they share the embedding; else None.
             looks_ahead: publish weights that look as many updates ahead as the schedule delays them (error feedback).
@@ -130,6 +139,8 @@ class Updates:
         self._stages = {stage.index: stage for stage in stages}
         self._ends = [] if ends is None else sorted({0, num_stages - 1} & set(self._stages))
         self._clip, self._norm, self._tied = clip_grad_norm, norm, ends
+        self._num_stages, self._num_microbatches, self._max_skipped = num_stages, num_microbatches, max_skipped
+        self.skipped: list[int] = []
         self._looks_ahead, self._compensates, self._overlap = looks_ahead, compensates, overlap
         self._device, self._timeout, self._recorder = device, timeout, recorder
         self._background = Background(device)
@@ -194,7 +205,9 @@ class Updates:
         if result.stop:
             # No rank has begun the step that needs this update on its most delayed stage: all can end before it.
             self._end = min(self._end, step + 1 + max(self._phase.schedule.delay))
-        self._is_broken = self._is_broken or not result.is_finite
+        if not result.is_finite:
+            self.skipped.append(step)
+            self._is_broken = self._is_broken or len(self.skipped) > self._max_skipped
         steps_here = self._overlap and self._phase.schedule.clip == "global" and not self._is_broken
         due = [index for index in self._most_urgent_first() if steps_here and self._is_due(index, step)]
         pending.under_way = {index: Future() for index in due}
@@ -208,12 +221,14 @@ class Updates:
 
     def _couple(self, step: int, pending: _Pending, *, stop: bool) -> StepResult:
         self._tie(step)
-        terms = torch.zeros(NUM_TERMS, dtype=torch.float64, device=self._device)
+        terms = self._no_terms()
         for index in self._stages:
             terms += pending.terms[index] if index in pending.terms else self._terms_of(index, step, pending)
         terms[3] = float(stop)
         self._norm.all_reduce(terms)
-        squares, loss_sum, tokens, stops, largest, layers, *losses = terms.tolist()
+        numbers = terms.tolist()
+        squares, loss_sum, tokens, stops, largest, layers, *losses = numbers[:NUM_TERMS]
+        broken = numbers[NUM_TERMS:]
         divisor = max(tokens, 1.0)
         return StepResult(
             step,
@@ -224,17 +239,27 @@ class Updates:
             stops > 0,
             largest / layers if layers else None,
             tuple(loss / divisor for loss in losses) if layers else (),
+            tuple(index for index in range(self._num_stages) if broken[index]),
+            tuple(number for number in range(self._num_microbatches) if broken[self._num_stages + number]),
         )
+
+    def _no_terms(self) -> Tensor:
+        """Zeros: `NUM_TERMS`, then a number for every stage and every microbatch that counts what is not finite."""
+        length = NUM_TERMS + self._num_stages + self._num_microbatches
+        return torch.zeros(length, dtype=torch.float64, device=self._device)
 
     def _terms_of(self, index: int, step: int, pending: _Pending) -> Tensor:
         """One stage's part, on this rank, of what is summed over all."""
         stage = self._stages[index]
-        terms = torch.zeros(NUM_TERMS, dtype=torch.float64, device=self._device)
+        terms, sums = self._no_terms(), pending.sums[index]
         terms[0] = stage.squares(step)
+        terms[NUM_TERMS + index] = ~terms[0].isfinite()
         if stage.is_last:
-            terms[1:3] = pending.sums[index]
+            terms[1:3] = sums[:2]
+            first = NUM_TERMS + self._num_stages
+            terms[first : first + len(sums) - 2] = ~sums[2:].isfinite()
         if (figures := stage.routing_figures(step)) is not None:
-            terms[4:] = figures
+            terms[4:NUM_TERMS] = figures
         return terms
 
     def _tie(self, step: int) -> None:
@@ -254,7 +279,7 @@ class Updates:
     def _step_for(self, future: Future, index: int, step: int, result: StepResult) -> None:
         """In the background: step, and tell the future."""
         try:
-            self._apply(index, step, self._scale(result), beside=True)
+            self._apply(index, step, result, beside=True)
             future.set_result(self._background.mark())
         except BaseException as error:
             future.set_exception(error)
@@ -264,8 +289,13 @@ class Updates:
         clipped = 1.0 if self._clip is None else min(1.0, self._clip / max(result.grad_norm, 1e-30))
         return clipped / max(result.tokens, 1)
 
-    def _apply(self, index: int, step: int, scale: float, *, beside: bool) -> None:
+    def _apply(self, index: int, step: int, result: StepResult, *, beside: bool) -> None:
         start = perf_counter()
+        if not result.is_finite:
+            self._stages[index].skip(step)
+            self._recorder.add(Action(Op.STEP, index, step), start, beside=beside)
+            return
+        scale = self._scale(result)
         ahead = self._phase.steps_ahead(stage=index, step=step) if self._looks_ahead else 0
         extra = {"taken_at": self._phase.schedule.version(stage=index, step=step)} if self._compensates else {}
         self._stages[index].step(step, scale=scale, ahead=ahead, **extra)
@@ -287,16 +317,26 @@ class Updates:
         if not pending.is_known:
             pending.is_known = True
             self._new_results.append(result)
-        if not result.is_finite:
-            clip = self._phase.schedule.clip
-            applied = (
-                "nothing of this step was applied" if clip == "global" else "stages with such a gradient dropped it"
-            )
-            raise TrainingError(
-                f"step {step + 1}: loss {result.loss} and global gradient norm {result.grad_norm} are not both finite; "
-                f"{applied}. Try a lower optimizer.lr or a longer train.warmup_steps"
-            )
+        if not result.is_finite and self.skipped.index(step) >= self._max_skipped:
+            raise TrainingError(self._explained(step, result))
         return result
+
+    def _explained(self, step: int, result: StepResult) -> str:
+        """What is not finite, where, and what to do."""
+        where = []
+        if result.broken_microbatches:
+            where.append(f"losses of microbatches {', '.join(str(n + 1) for n in result.broken_microbatches)}")
+        if result.broken_stages:
+            where.append(f"gradients of stages {', '.join(map(str, result.broken_stages))}")
+        clip = self._phase.schedule.clip
+        applied = "nothing of this step was applied" if clip == "global" else "stages with such a gradient left it out"
+        skipped = ""
+        if self._max_skipped:
+            skipped = f"; {len(self.skipped) - 1} batches were skipped before, as train.max_skipped allows"
+        return (
+            f"step {step + 1}: loss {result.loss} and global gradient norm {result.grad_norm} are not both finite "
+            f"({'; '.join(where)}); {applied}{skipped}. Try a lower optimizer.lr or a longer train.warmup_steps"
+        )
 
     def pending_steps(self) -> dict[int, PendingStep]:
         """Batches whose gradients wait for a STEP of a later segment, for a checkpoint; the pipeline is empty."""
@@ -347,7 +387,7 @@ class Updates:
         else:
             result = self.result(step)
             if not self._overlap:
-                self._apply(index, step, self._scale(result), beside=False)
+                self._apply(index, step, result, beside=False)
             else:
                 if index not in pending.under_way:
                     self._put_under_way(index, step, result)
@@ -356,14 +396,10 @@ class Updates:
         self._forget_finished()
 
     def _step_by_own_norm(self, index: int, step: int, pending: _Pending) -> None:
-        """Clip by the stage's own norm. A gradient that is not finite is dropped; RESULT ends the run soon after."""
+        """Clip by the stage's own norm. A gradient that is not finite is left out, before RESULT tells of it."""
         squares, tokens = pending.own[index].tolist()
         norm = squares**0.5 / max(tokens, 1)
-        if not math.isfinite(norm):
-            self._stages[index].drop_gradient(step)
-            norm = 0.0
-        own = StepResult(step, 0.0, norm, int(tokens), 0.0, False)
-        self._apply(index, step, self._scale(own), beside=False)
+        self._apply(index, step, StepResult(step, 0.0, norm, int(tokens), 0.0, False), beside=False)
 
     def close(self) -> None:
         """End the background thread; nothing may be handed in after."""

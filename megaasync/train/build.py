@@ -257,6 +257,8 @@ def build_trainer(
     updates = Updates(
         stages,
         num_stages=schedule.num_stages,
+        num_microbatches=config.num_microbatches,
+        max_skipped=config.train.max_skipped if config.train.on_nonfinite == "skip" else 0,
         clip_grad_norm=config.train.clip_grad_norm,
         norm=groups.norm,
         ends=groups.ends,

@@ -200,7 +200,7 @@ class Trainer:
         finished = result.finished - self._evaluating
         self._finish_times[1:] = [finished]
         self._tokens += tokens
-        self._last_loss = result.loss
+        self._last_loss = result.loss if result.is_finite else self._last_loss
         self._heed_time_limit(finished - before)
         routing = {} if result.expert_load is None else {"expert_load": result.expert_load}
         for name, loss in zip(LOSSES, result.routing_losses, strict=False):
@@ -217,6 +217,7 @@ class Trainer:
                 "tokens_per_second": tokens / max(finished - before, 1e-9),
                 "staleness": staleness,
                 **routing,
+                **({"skipped": len(self.executor.skipped)} if self.executor.skipped else {}),
             }
         )
 

@@ -133,6 +133,48 @@ def test_a_nan_on_one_rank_is_seen_by_all_in_its_step_and_never_applied(schedule
         assert finite
 
 
+def skipping_rank(environment, config, poisoned_steps):
+    """Poison the last stage's gradient of some steps; (steps seen, final masters, the error)."""
+    executor = build(environment, config).executor
+    if environment.rank == config.world_size - 1:
+        backward = executor.stages[0].backward
+
+        def poisoned(key, grad, *, version):
+            x_grad = backward(key, grad, version=version)
+            if key[0] in poisoned_steps and key[1] == 1:
+                executor.stages[0].gradients.sum_of(key[0])[0] = float("inf")
+            return x_grad
+
+        executor.stages[0].backward = poisoned
+    seen, error = [], None
+    try:
+        for result in executor.run(*phases_of(config), 0, config.train.steps, settle=True):
+            seen.append((result.step, result.broken_stages))
+    except TrainingError as caught:
+        error = str(caught)
+    leave_group()
+    optimizer = executor.stages[0].optimizer
+    return seen, optimizer.master.numpy().copy(), optimizer.num_updates, optimizer.num_skipped, error
+
+
+@pytest.mark.parametrize(("schedule", "pipeline"), [("1f1b", 1), ("2bw", 2)])
+def test_a_skipped_batch_changes_nothing_and_is_not_counted(schedule, pipeline):
+    """The last step poisoned: the weights are those of the steps before it, and rules have counted one less."""
+    size = {"schedule__name": schedule, "parallel__pipeline": pipeline, "train__lr_schedule": "constant"}
+    skip = {**size, "train__on_nonfinite": "skip", "train__max_skipped": 1}
+    six, seven = (small_config("adamw", **skip, train__steps=n) for n in (6, 7))
+    ranks = spawn_ranks(skipping_rank, (seven, (6,)), world_size=pipeline)
+    plain = spawn_ranks(skipping_rank, (six, ()), world_size=pipeline)
+    for (seen, master, updates, skipped, error), (_, expected, *_) in zip(ranks, plain, strict=True):
+        assert error is None and (updates, skipped) == (7, 1)
+        assert seen[-1] == (6, (pipeline - 1,)) and all(not broken for _, broken in seen[:-1])
+        assert (master == expected).all()
+    more = small_config("adamw", **skip, train__steps=12)
+    for seen, _, updates, skipped, error in spawn_ranks(skipping_rank, (more, (3, 8)), world_size=pipeline):
+        assert [step for step, _ in seen] == list(range(9)) and (updates, skipped) == (8, 1)
+        assert f"gradients of stages {pipeline - 1}" in error and "1 batches were skipped before" in error
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_nan_under_pipedream_is_dropped_where_it_is_and_ends_all_in_its_step(rank):
     """Stages clip and step by themselves, so others have stepped by the time all hear of it."""

@@ -133,6 +133,8 @@ _BASE: dict[str, Any] = {
         "warmup_steps": 4,
         "final_lr_ratio": 0.1,
         "decay_steps": 5,
+        "on_nonfinite": "stop",
+        "max_skipped": 3,
         "time_limit": None,
     },
     "data": {"name": "synthetic", "num_tokens": 6000, "branching": 3},

@@ -146,6 +146,8 @@ def run_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> list
     updates = Updates(
         stages,
         num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
+        max_skipped=0,
         clip_grad_norm=None,
         norm=mesh.new_group(*AXES),
         ends=None,

@@ -115,6 +115,8 @@ def solve(problem: Problem, setting: Setting) -> Iterator[Visit]:
     updates = Updates(
         [stage],
         num_stages=1,
+        num_microbatches=1,
+        max_skipped=0,
         clip_grad_norm=None,
         norm=ALONE,
         ends=None,
