@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from megaasync.checkpoint.folders import look_at, newest, read_meta, remove_leftovers
+from megaasync.checkpoint.run_lock import lock_folder
 from megaasync.config import ConfigError, TrainConfig
-from megaasync.entry.run_lock import lock_folder
 from megaasync.observe.run_files import read_metrics, write_text
 
 

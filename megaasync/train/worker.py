@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import distributed as dist
 
+from megaasync.checkpoint.run_lock import join_folder
 from megaasync.config.schema import TrainConfig
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import choose_device, join_group, leave_group
-from megaasync.entry.run_lock import join_folder
 from megaasync.train.build import CheckpointFiles, build_trainer
 from megaasync.train.output import RunOutput
 from megaasync.train.trainer import Trainer

@@ -20,9 +20,10 @@ FLOOR = {
     "observe": 3,
     "models": 4,
     "pipeline": 5,
-    "train": 6,
-    "entry": 7,
-    "pretrain": 8,
+    "checkpoint": 6,
+    "train": 7,
+    "entry": 8,
+    "pretrain": 9,
 }
 
 
