@@ -41,8 +41,9 @@ def traced(tmp_path_factory):
 
 def test_the_run_folder_is_as_promised(traced):
     _, folder = traced
-    names = {path.name for path in folder.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "plan.json", "summary.json", "trace.json", "report.html"}
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    files = {"config.yaml", "metrics.jsonl", "plan.json", "summary.json", "trace.json", "report.html"}
+    assert names == {*files, "checkpoints"}
     train, val = metrics(folder), metrics(folder, "val")
     assert [row["step"] for row in train] == list(range(1, 13))
     assert [row["step"] for row in val] == [5, 10, 12]
