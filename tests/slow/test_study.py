@@ -1,8 +1,7 @@
 """Slow, area study: what the delay costs and error feedback gives back, on the quickstart's text.
 
-`experiment=delay_study` is a smaller sibling of the quickstart's model, trained for more steps: the quickstart's 80
-steps are all transient. One rank with delay 1 is the same program as two stages (tests/parity), so two runs go side by
-side on two cores.
+A smaller sibling of the quickstart's model, trained for more steps: the quickstart's 80 steps are all transient. One
+rank with delay 1 is the same program as two stages (tests/parity), so two runs go side by side on two cores.
 """
 
 import os
@@ -15,7 +14,12 @@ import pytest
 
 from tests.support.cli import command, environment, summary
 
-RECIPE = ("experiment=delay_study", "device=cpu")
+# the study's model with experts, on smaller batches for longer
+RECIPE = (
+    *("experiment=delay_study", "model=tiny_moe", "model.moe.ffn_hidden_size=96", "train.steps=3200"),
+    *("train.global_batch_size=2", "train.micro_batch_size=1", "train.warmup_steps=320", "train.eval_sequences=128"),
+    "device=cpu",
+)
 LEARNING_RATES = (0.002, 0.004, 0.008, 0.016)
 SEEDS = (0, 1, 2)
 MODES = {

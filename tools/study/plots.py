@@ -38,7 +38,8 @@ def write_bars(path: Path, study: StudyConfig, cells: Sequence[Cell]) -> None:
     figure, axis = pyplot.subplots(figsize=(max(6.0, 1.6 + 1.5 * len(cells)), 4.2), layout="constrained")
     width = 0.8 / len(modes)
     finite = [s.mean for cell in cells for s in cell.losses.values() if math.isfinite(s.mean)]
-    low, high = min(finite), max(finite)
+    low = min(finite)
+    high = max(s.mean + s.deviation for cell in cells for s in cell.losses.values() if math.isfinite(s.mean))
     floor = low - 0.15 * (high - low + 1e-3)
     for number, mode in enumerate(modes):
         for place, cell in enumerate(cells):
