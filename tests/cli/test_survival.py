@@ -288,3 +288,26 @@ def test_a_mark_names_every_file(with_two):
     folder = with_two / "step_00000008"
     named = set(json.loads((folder / MARK).read_text())["files"])
     assert named == {path.name for path in folder.iterdir()} - {MARK}
+
+
+def test_an_explicit_checkpoint_wins_over_a_newer_one(tmp_path, with_two):
+    """FIELD_FAULTS 32. What the run had done after it is done again."""
+    before = numbers(tmp_path / "run")
+    ran = pretrain(
+        *RECIPE, "train.steps=8", f"checkpoint.resume={with_two / 'step_00000004'}", "run.dir=run", cwd=tmp_path
+    )
+    assert ran.status == 0, ran.err
+    assert metrics(tmp_path / "run", "start")[-1]["step"] == 4
+    assert numbers(tmp_path / "run") == before
+
+
+def test_files_are_as_large_as_what_is_in_them(with_two):
+    """FIELD_FAULTS 30: a view must not be written with the whole buffer that it looks into."""
+    folder = with_two / "step_00000008"
+    content = sum(tensor.nbytes for tensor in tensors_of(folder).values())
+    headers = 1500  # of torch's file format, for every piece
+    pieces = sum(
+        len(one.chunks) for one in transfer.dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.values()
+    )
+    written = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    assert content < written < 1.1 * content + headers * pieces
