@@ -12,7 +12,7 @@ import os, signal
 from megaasync.entry.hydra_app import run_app
 
 def task(config):
-    exec("os.kill(os.getpid(), signal.SIGINT)\\nwhile True: pass", globals())
+    exec("os.kill(os.getpid(), signal.SIGINT)\\nfor _ in range(10**8): pass", globals())
 
 run_app(task)
 """
