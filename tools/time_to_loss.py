@@ -10,6 +10,7 @@ time_to_loss.json beside the study's results.
 import csv
 import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -50,6 +51,8 @@ def losses_of(path: Path) -> dict[tuple[str, str], dict[float, float]]:
     with path.open() as file:
         for row in csv.DictReader(file):
             by_steps = found.setdefault((row["optimizer"], row["mode"]), {})
+            if not row["variation"]:
+                raise ConfigError(f"{path}: not of study=time_to_loss, whose variations are numbers of steps")
             by_steps.setdefault(float(row["variation"]), []).append(float(row["val_loss"]))
     return {key: {f: statistics.fmean(v) for f, v in by_steps.items()} for key, by_steps in found.items()}
 
@@ -59,7 +62,9 @@ def steps_to(target: float, losses: dict[float, float]) -> float | None:
 
     None if no run is that good; the fewest if all are.
     """
-    points = sorted(losses.items())
+    points = sorted((few, loss) for few, loss in losses.items() if math.isfinite(loss))
+    if not points:
+        return None
     if points[0][1] <= target:
         return points[0][0]
     for (few, high), (many, low) in itertools.pairwise(points):

@@ -97,12 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"error: {error.filename or given.folder}: {error.strerror}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         sys.stdout = None
         return 1
+    except OSError as error:
+        print(f"error: {error.filename or given.folder}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def look_at(path: Path) -> Found:
     if not path.is_dir():
         return Found(path, step, False, "no such folder")
     mark = _read_json(path / MARK)
-    if mark is None:
+    if mark is None or not isinstance(mark.get("files"), dict):
         return Found(path, step, False, f"has no {MARK}: its save did not finish")
     for name, told in mark["files"].items():
         try:
@@ -163,12 +163,22 @@ def remove_leftovers(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def wrong_files(path: Path) -> Iterable[str]:
-    """What is wrong with a checkpoint's files by their checksums; reads all of them."""
+def set_aside_newer(root: Path, step: int) -> None:
+    """Take checkpoints above `step` out of the way of a run that goes on from there; nothing of them is deleted."""
+    for found in checkpoints_in(root):
+        if found.step > step:
+            aside = found.path.with_name(f"abandoned_{found.path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            found.path.rename(aside)
+
+
+def wrong_files(path: Path, *, part: int = 0, parts: int = 1) -> Iterable[str]:
+    """What is wrong with a checkpoint's files by their checksums; reads all of them, or one part of several."""
     found = look_at(path)
     if not found.is_complete:
         yield found.problem
         return
-    for name, told in _read_json(path / MARK)["files"].items():
+    files = sorted(_read_json(path / MARK)["files"].items())
+    for name, told in files[part::parts]:
         if checksum(path / name) != told["crc32"]:
             yield f"{name} was changed after it was written (its checksum differs)"

@@ -12,21 +12,12 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from megaasync.checkpoint.settings import FORMAT
 from megaasync.checkpoint.stage_state import Entries, StageState, merged
 from megaasync.checkpoint.transfer import load
 from megaasync.config.schema import ConfigError
 from megaasync.pipeline.updates import PendingStep, StepResult, Updates
 from megaasync.schedules import Phase, PipelineSchedule
-
-FORMAT = 1
-# settings of the training that a resumed run may have otherwise only with checkpoint.override=true
-_OF_TRAINING = (
-    *(("train", name) for name in ("global_batch_size", "seed", "lr_schedule", "warmup_steps", "final_lr_ratio")),
-    *(("train", name) for name in ("decay_steps", "clip_grad_norm")),
-    ("optimizer", "lr"),
-    ("optimizer", "weight_decay"),
-)
-_OF_RUN = ("cache_dir",)  # keys that say where something is, not what
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,38 +35,6 @@ class Position:
     tokens: int
     train_loss: float | None
     phases: tuple[Phase, ...]
-
-
-def _without(group: Any, names: Sequence[str]) -> Any:
-    return {key: value for key, value in group.items() if key not in names} if isinstance(group, Mapping) else group
-
-
-def check_settings(meta: Mapping[str, Any], plain: Mapping[str, Any], path: Path, *, override: bool) -> None:
-    """The model, the optimizer and the data are the checkpoint's; with `override` other settings may differ.
-
-    Raises:
-        ConfigError: names both values.
-    """
-    if meta.get("format") != FORMAT:
-        raise ConfigError(f"checkpoint {path}: has format {meta.get('format')}, this program reads {FORMAT}")
-    then = meta["config"]
-
-    def differ(key: str, now: Any, before: Any, remedy: str) -> None:
-        if now != before:
-            raise ConfigError(f"{key}={now}: the checkpoint {path} was made with {key}={before}; {remedy}")
-
-    other = "a checkpoint cannot be resumed with another one"
-    for key in sorted({*plain["model"], *then["model"]} - {"name"}):
-        differ(f"model.{key}", plain["model"].get(key), then["model"].get(key), other)
-    differ("train.dtype", plain["train"]["dtype"], then["train"]["dtype"], other)
-    fixed = ("lr", "weight_decay")
-    differ("optimizer", _without(plain["optimizer"], fixed), _without(then["optimizer"], fixed), other)
-    if override:
-        return
-    remedy = "set it back, or checkpoint.override=true to go on with the new one"
-    for group, name in _OF_TRAINING:
-        differ(f"{group}.{name}", plain[group][name], then[group][name], remedy)
-    differ("data", _without(plain["data"], _OF_RUN), _without(then["data"], _OF_RUN), remedy)
 
 
 def pending_from(meta: Mapping[str, Any]) -> dict[int, PendingStep]:
@@ -109,7 +68,8 @@ def describe(
         "tokens": tokens,
         "train_loss": train_loss,
         "schedule": schedule.name,
-        "skipped": updates.skipped,
+        "since": schedule.since,
+        "skipped": list(updates.skipped),
         "pending_of_stage": [0] * schedule.num_stages if settled else behind,
         "pending": [
             {"step": s, "loss": k.result.loss, "grad_norm": k.result.grad_norm, "tokens": k.result.tokens}
@@ -168,9 +128,7 @@ def restore(
         ConfigError: the checkpoint does not fit.
     """
     step, behind, pending = meta["step"], meta["pending_of_stage"], pending_from(meta)
-    end = phases[-1].end_step
-    if step > end:
-        raise ConfigError(f"train.steps={end}: the checkpoint {path} has {step} steps already; set more train.steps")
+    phases = tuple(_since(one, meta) for one in phases)
     phase = next((one for one in phases if one.first_step <= step < one.end_step), phases[-1])
     wanted = [max(0, step - phase.schedule.version(stage=s, step=step)) for s in range(phase.schedule.num_stages)]
     is_uniform = len(set(behind)) == 1
@@ -187,21 +145,24 @@ def restore(
         )
     updates.skipped.extend(meta["skipped"])
     loader = _Loader(path, group)
-    loader(merged([state.optimizer_entries() for state in states]))
+    # stage by stage: a tied embedding is in two stages under one name, and both copies are to be written
+    for state in states:
+        loader(state.optimizer_entries())
     for state in states:
         # equal for all stages, or stage by stage as they were
         stage, late = state.stage, behind[0] if is_uniform else behind[state.stage.index]
         stage.optimizer.num_updates = step - late
         stage.optimizer.num_skipped = sum(one < step - late for one in meta["skipped"])
-        if not is_uniform:  # each stage may have skipped others
-            counts = {key: count for part in meta["ranks"] for key, count in part["num_skipped"].items()}
+        counts = {key: count for part in meta["ranks"] for key, count in part["num_skipped"].items()}
+        if len(counts) == phase.schedule.num_stages:  # under pipedream each stage may have skipped others
             stage.optimizer.num_skipped = counts[str(stage.index)]
         if stage.balance is not None:
             for s in range(step - late, step):
                 stage.balance.expect(s)
             stage.balance.publish(stage.num_updates)
     if goes_on:
-        loader(entries_at(states, step, schedule=phase.schedule, compensates=compensates))
+        for state in states:
+            loader(entries_at([state], step, schedule=phase.schedule, compensates=compensates))
         for state in states:
             stage, done = state.stage, state.stage.num_updates
             older = (phase.schedule.version(stage=stage.index, step=s) for s in range(done, step) if compensates)
@@ -212,7 +173,8 @@ def restore(
                 updates.bring_back(s, known)
         return Position(step, meta["tokens"], meta["train_loss"], phases)
     for s in range(step - behind[0], step):
-        loader(merged([state.gradient_entries(step=s, number=step - s) for state in states]))
+        for state in states:
+            loader(state.gradient_entries(step=s, number=step - s))
         for state in states:
             if pending[s].result.is_finite:
                 state.stage.step(s, scale=updates.scale_of(pending[s]), ahead=0)
@@ -231,4 +193,13 @@ def _begun_at(phases: tuple[Phase, ...], step: int) -> tuple[Phase, ...]:
             rest.append(replace(phase, schedule=replace(phase.schedule, since=step), first_step=step))
         elif phase.end_step > step:
             rest.append(phase)
-    return tuple(rest) or phases[-1:]
+    last = phases[-1]
+    return tuple(rest) or (replace(last, schedule=replace(last.schedule, since=step), first_step=step),)
+
+
+def _since(phase: Phase, meta: Mapping[str, Any]) -> Phase:
+    """The phase as it was when the checkpoint was made: an earlier resume may have begun it later than the config."""
+    schedule, since = phase.schedule, meta["since"]
+    if schedule.name == meta["schedule"] and phase.first_step < since <= meta["step"] < phase.end_step:
+        return replace(phase, schedule=replace(schedule, since=since), first_step=since)
+    return phase

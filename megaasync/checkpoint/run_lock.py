@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from megaasync.config import ConfigError
@@ -24,6 +25,8 @@ def _wait_for(descriptor: int, deadline: float) -> bool:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.1)
+        except OSError:  # a file system without locks: unguarded, as without this file
+            return True
 
 
 def _open(path: Path) -> int:
@@ -63,5 +66,6 @@ def lock_folder(folder: Path, *, wait: float = WAIT_SECONDS) -> int:
 def join_folder(folder: Path) -> int:
     """A rank works in the folder from now until it ends."""
     descriptor = _open(folder / _RANKS)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor

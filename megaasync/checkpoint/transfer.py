@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -80,9 +81,14 @@ def load(entries: Entries, folder: Path, *, group: dist.ProcessGroup | None) -> 
     state: dict[str, Any] = dict(entries)
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+    reader = dcp.FileSystemReader(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(
-            state, storage_reader=dcp.FileSystemReader(folder), planner=planner, process_group=group,
-            no_dist=group is None,
-        )  # fmt: skip
+        try:
+            dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+        except CheckpointException as error:  # no Exception
+            cause = next((one for one, _ in error.failures.values()), error)
+            raise ConfigError(
+                f"checkpoint {folder}: cannot be read ({str(cause).strip().splitlines()[-1]}); take an older one with "
+                "checkpoint.resume=FOLDER"
+            ) from None

@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from megaasync.checkpoint.folders import look_at, newest, read_meta, remove_leftovers
+from megaasync.checkpoint.folders import look_at, newest, read_meta, remove_leftovers, set_aside_newer
 from megaasync.checkpoint.run_lock import lock_folder
+from megaasync.checkpoint.settings import check_settings
 from megaasync.config import ConfigError, TrainConfig
 from megaasync.observe.run_files import read_metrics, write_text
 
@@ -80,9 +81,20 @@ def claim_run_folder(config: TrainConfig, plain: Mapping[str, Any], *, label: st
         make_run_folder(wanted, label=label)  # says why not
     lock = lock_folder(folder)
     try:
-        resume = chosen or _where_to_go_on(config, plain, folder)
-        remove_leftovers(folder / "checkpoints")
-        _forget_after(folder, read_meta(resume)["step"] if resume else 0)
+        root = folder / "checkpoints"
+        if chosen is not None and chosen.parent != root:
+            raise ConfigError(
+                f"run.dir={folder}: holds a run already, and checkpoint.resume={wish} is not of it; choose another "
+                "folder"
+            )
+        resume, step = chosen or _where_to_go_on(config, plain, folder), 0
+        if resume is not None:  # before anything of the run is touched
+            meta = read_meta(resume)
+            check_settings(meta, plain, resume, override=config.checkpoint.override)
+            step = meta["step"]
+        remove_leftovers(root)
+        set_aside_newer(root, step)
+        _forget_after(folder, step)
     except BaseException:
         os.close(lock)
         raise

@@ -62,6 +62,7 @@ class _Ended:
     is_user_error: bool = False
     details: str = ""
     lost_peer: bool = False  # it failed because another rank was gone
+    died: bool = False  # it said nothing
 
 
 def _die_with_the_launcher() -> None:
@@ -203,7 +204,8 @@ def _wait_for(
                 ended[rank] = ready.recv()
             except EOFError:
                 processes[rank].join()
-                ended[rank] = _Ended(error=f"{names[rank]} died without a word (exit code {processes[rank].exitcode})")
+                code = processes[rank].exitcode
+                ended[rank] = _Ended(error=f"{names[rank]} died without a word (exit code {code})", died=True)
             if ended[rank].error is not None:
                 failed_at = failed_at if failures else time.monotonic()
                 failures.append(ended[rank])
@@ -214,11 +216,15 @@ def _wait_for(
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGTERM)
         is_insisted_on = sum(number == signal.SIGINT for _, number in interrupts) > 1  # Ctrl-C twice
-        if interrupts and (now > interrupts[0][0] + _GRACE_SECONDS or is_insisted_on):
+        # those that ask for a checkpoint leave it the time it takes
+        is_urgent = any(number not in (signal.SIGUSR1, signal.SIGUSR2) for _, number in interrupts)
+        is_late = is_urgent and now > interrupts[0][0] + _GRACE_SECONDS
+        if interrupts and (is_late or is_insisted_on):
             break
         if failures and now > failed_at + _LINGER_SECONDS:
             break
-    if interrupts:
+    own_failures = [one for one in failures if not (one.lost_peer or one.died)]
+    if interrupts and not own_failures:
         raise Interrupted("interrupted")
     if failures:
         # A rank that lost its peer fails too, and sometimes sooner than the news of the peer arrives; an error without

@@ -100,6 +100,10 @@ class Executor:
         """Ask for an end: all ranks hear of it with the next global norm and end after the same step."""
         self._updates.stop_requested = True
 
+    def forget_stop(self) -> None:
+        """No step is left that a stop could come before."""
+        self._updates.stop_requested = False
+
     def run(self, phase: Phase, first_step: int, end_step: int, *, settle: bool = False) -> Iterator[StepResult]:
         """Run the steps [first_step, end_step) of a phase from an empty pipeline to an empty pipeline.
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from megaasync.checkpoint.folders import folder_name, read_meta
+from megaasync.checkpoint.folders import folder_name, read_meta, wrong_files
 from megaasync.checkpoint.keeper import CheckpointKeeper
-from megaasync.checkpoint.restore import Position, check_settings, describe, entries_at, restore
+from megaasync.checkpoint.restore import Position, describe, entries_at, restore
+from megaasync.checkpoint.settings import check_settings
 from megaasync.checkpoint.stage_state import StageState
-from megaasync.config.schema import TrainConfig
+from megaasync.config.schema import ConfigError, TrainConfig
 from megaasync.pipeline.updates import Updates
 from megaasync.schedules import Phase
 
@@ -54,8 +55,15 @@ class RunCheckpoints:
         Raises:
             ConfigError: it does not fit.
         """
-        meta = read_meta(path)
-        check_settings(meta, self._plain, path, override=self._config.checkpoint.override)
+        problem, meta = None, {}
+        try:
+            meta = read_meta(path)
+            check_settings(meta, self._plain, path, override=self._config.checkpoint.override)
+            problem = next(iter(wrong_files(path, part=self._rank, parts=self._world)), None)
+            problem = problem and f"checkpoint {path}: {problem}; take an older one with checkpoint.resume=FOLDER"
+        except ConfigError as error:
+            problem = str(error)
+        self._agree(problem)
         self.position = restore(
             path,
             meta,
@@ -71,6 +79,27 @@ class RunCheckpoints:
             and path.parent == self._keeper.root
         ):
             self._keeper.last_step = self.position.step
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._group is None else dist.get_rank(self._group)
+
+    @property
+    def _world(self) -> int:
+        return 1 if self._group is None else dist.get_world_size(self._group)
+
+    def _agree(self, problem: str | None) -> None:
+        """All ranks raise if one of them has a problem; a rank that alone gave up would leave the others waiting.
+
+        Raises:
+            ConfigError: the first rank's problem.
+        """
+        problems = [problem]
+        if self._group is not None:
+            problems = [None] * self._world
+            dist.all_gather_object(problems, problem, group=self._group)
+        if first := next((one for one in problems if one), None):
+            raise ConfigError(first)
 
     @property
     def longest(self) -> float:

@@ -84,7 +84,7 @@ class Trainer:
         self._finish_times: list[float] = []  # first and newest, evaluations taken out
         self._evaluating = 0.0
         self._began = perf_counter()
-        self._slowest_step = 0.0
+        self._slowest_step = self._longest_evaluation = 0.0
         self._start, self._tokens_before = 0, 0
         if checkpoints is not None and checkpoints.position is not None:
             position = checkpoints.position
@@ -110,6 +110,9 @@ class Trainer:
         """Train from the first step to the last, or to a stop; once."""
         try:
             return self._train()
+        except TrainingError:  # on all ranks: a checkpoint under way can still be finished
+            self._wait_for_save()
+            raise
         finally:
             self.executor.close()
 
@@ -132,7 +135,11 @@ class Trainer:
         self._save(done, phase)  # before the pending gradients are applied: with more train.steps it goes on exactly
         for _ in self.executor.run(phase, done, done, settle=True):
             pass
+        self.executor.forget_stop()  # one that came too late for any step; the evaluation heeds another
         evaluation = self._evaluate(done, phase)
+        if evaluation.stop:
+            self._wait_for_save()
+            return self._outcome("interrupted", done, None)
         self._check_final(evaluation.loss)
         self._wait_for_save()
         return self._outcome("completed", done, evaluation.loss)
@@ -184,7 +191,8 @@ class Trainer:
             return
         self._slowest_step = max(self._slowest_step, seconds)
         saving = 0.0 if self._checkpoints is None else self._checkpoints.longest
-        if perf_counter() - self._began + 2 * self._slowest_step + 2 * saving > limit:
+        reserve = 2 * self._slowest_step + 2 * saving + self._longest_evaluation
+        if perf_counter() - self._began + reserve > limit:
             self.request_stop()
 
     def _segments(self) -> Iterator[tuple[Phase, int]]:
@@ -251,6 +259,7 @@ class Trainer:
             row["loss_x"], stopped = of_x.loss, of_x.stop
         self._recorder.add_pause(start)
         self._evaluating += perf_counter() - start
+        self._longest_evaluation = max(self._longest_evaluation, perf_counter() - start)
         if not stopped:
             self._emit(row)
         return Evaluation(of_z.loss, stopped)

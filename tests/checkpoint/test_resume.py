@@ -103,6 +103,35 @@ def test_taylor_goes_on_bit_for_bit(tmp_path, adaptive):
     assert_goes_on(whole, run(config, tmp_path / "again", tmp_path / folder_name(SAVED)), tolerance=0)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [("interleaved_2bw", "one"), pytest.param("zbv", "pipeline 2", marks=pytest.mark.slow("survive"))],
+)
+def test_a_tied_embedding_on_one_rank_goes_on_bit_for_bit(tmp_path, schedule, layout):
+    """Both of its stages are on one rank, and both copies must be loaded."""
+    tied = {"model__tie_embeddings": True, "parallel__virtual_stages": 2}
+    config = config_of("muon", layout, schedule__name=schedule, **tied)
+    whole = run(config, tmp_path)
+    assert_goes_on(whole, run(config, tmp_path / "again", tmp_path / folder_name(SAVED)), tolerance=0)
+
+
+def test_a_resume_of_a_resume_under_another_schedule_goes_on_exactly(tmp_path):
+    """Stopped two steps after the switch, when fewer gradients are pending than the delay will be."""
+    _, root = saved("muon", "one", "1f1b", "none")
+    config = config_of("muon", schedule__delay=[3], correction__name="error_feedback", checkpoint__interval=6)
+    whole = run(config, tmp_path / "a", root / folder_name(SAVED))
+    again = run(config, tmp_path / "b", tmp_path / "a" / folder_name(6))
+    assert rows_after(again, 6) == rows_after(whole, 6)
+    assert all((again.weights[name] == weight).all() for name, weight in whole.weights.items())
+
+
+def test_at_the_last_step_another_schedule_has_nothing_to_do(tmp_path):
+    _, root = saved("muon", "pipeline 2", "1f1b", "none")
+    config = config_of("muon", "pipeline 2", correction__name="error_feedback")
+    resumed = run(config, tmp_path, root / folder_name(STEPS))
+    assert rows_after(resumed, 0) == [] and np.isfinite(resumed.val_loss)
+
+
 def test_pipedream_goes_on_bit_for_bit(tmp_path):
     """Each stage has as many pending gradients as updates it is behind, and clips by its own norm."""
     config = config_of("adamw", "pipeline 4", schedule__name="pipedream", train__global_batch_size=1)

@@ -301,6 +301,42 @@ def test_an_explicit_checkpoint_wins_over_a_newer_one(tmp_path, with_two):
     assert numbers(tmp_path / "run") == before
 
 
+def test_a_refused_resume_touches_nothing(tmp_path, with_two):
+    def content():
+        return {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+    before = content()
+    ran = pretrain(*RECIPE, "train.steps=12", "optimizer.lr=0.5", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 2 and "optimizer.lr=0.5: the checkpoint" in ran.message and "optimizer.lr=0.004" in ran.message
+    ran = pretrain(*RECIPE, "checkpoint.resume=elsewhere", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 2 and "no such folder" in ran.message
+    assert {name: text for name, text in content().items() if ".lock" not in name.name} == {
+        name: text for name, text in before.items() if ".lock" not in name.name
+    }
+
+
+def test_a_changed_byte_is_found_before_it_is_used(tmp_path, with_two):
+    shard = next((with_two / "step_00000008").glob("*.distcp"))
+    changed = bytearray(shard.read_bytes())
+    changed[len(changed) // 2] ^= 1
+    shard.write_bytes(changed)
+    ran = pretrain(*RECIPE, "train.steps=12", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 2 and f"{shard.name} was changed after it was written" in ran.message, ran.err
+    assert "checkpoint.resume=FOLDER" in ran.message and "Traceback" not in ran.err
+
+
+def test_newer_checkpoints_of_a_way_not_taken_are_set_aside(tmp_path, with_two):
+    older = with_two / "step_00000004"
+    arguments = ["train.steps=7", "checkpoint.interval=2", "run.dir=run"]
+    ran = pretrain(*RECIPE, *arguments, f"checkpoint.resume={older}", cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    assert {path.name for path in with_two.iterdir()} == {
+        "abandoned_step_00000008",
+        "step_00000006",
+        "step_00000007",
+    }
+
+
 def test_files_are_as_large_as_what_is_in_them(with_two):
     """FIELD_FAULTS 30: a view must not be written with the whole buffer that it looks into."""
     folder = with_two / "step_00000008"

@@ -1,5 +1,6 @@
 """Runs of a study, several at once, each the product's own command in a folder of its own; finished ones are kept."""
 
+import fcntl
 import json
 import os
 import queue
@@ -136,7 +137,14 @@ class Runner:
             self._free.put(place)
 
     def _run_at(self, run: Run, place: dict[str, Any]) -> Result:
-        folder, began = self._folder / run.folder, time.monotonic()
+        folder = self._folder / run.folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:  # another study may want the same run at this moment
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return read_result(run, folder) or self._make(run, folder, place)
+
+    def _make(self, run: Run, folder: Path, place: dict[str, Any]) -> Result:
+        began = time.monotonic()
         shutil.rmtree(folder, ignore_errors=True)
         environment = dict(os.environ)
         if "gpu" in place:
