@@ -190,7 +190,9 @@ def test_a_broken_newest_checkpoint_is_passed_over_and_named(tmp_path, with_two)
     assert (start_row["step"], Path(start_row["checkpoint"]).name) == (4, "step_00000004")
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, 11))
     assert (with_two / "notes.txt").read_text() == "mine"
-    explicit = pretrain(*RECIPE, f"checkpoint.resume={with_two / 'abandoned_step_00000099'}", "run.dir=other", cwd=tmp_path)
+    explicit = pretrain(
+        *RECIPE, f"checkpoint.resume={with_two / 'abandoned_step_00000099'}", "run.dir=other", cwd=tmp_path
+    )
     assert explicit.status == 2 and "has no COMPLETE.json: its save did not finish" in explicit.message
     assert not (tmp_path / "other").exists()
 

@@ -13,7 +13,7 @@ from study.design import StudyConfig
 from study.results import Cell
 from study.runner import Result
 
-_COLORS = ("#3b6ea8", "#d1495b", "#2e8b57", "#e0902f", "#7a5195", "#7f7f7f", "#00798c")
+_COLORS = ("#3b6ea8", "#d1495b", "#2e8b57", "#e0902f", "#7a5195", "#7f7f7f", "#00798c", "#b08968", "#c774b2", "#333333")
 _SMOOTHED = 0.02  # of a run, per point of a curve
 
 
@@ -35,7 +35,9 @@ def _finish(axis: Axes, *, title: str, x: str, y: str) -> None:
 def write_bars(path: Path, study: StudyConfig, cells: Sequence[Cell]) -> None:
     """Losses of every mode, side by side, one group per optimizer and variation."""
     modes = list(study.modes)
-    figure, axis = pyplot.subplots(figsize=(max(6.0, 1.6 + 1.5 * len(cells)), 4.2), layout="constrained")
+    figure, axis = pyplot.subplots(
+        figsize=(max(7.0, 1.6 + (0.3 * len(modes) + 0.6) * len(cells)), 4.6), layout="constrained"
+    )
     width = 0.8 / len(modes)
     finite = [s.mean for cell in cells for s in cell.losses.values() if math.isfinite(s.mean)]
     low = min(finite)
@@ -55,9 +57,9 @@ def write_bars(path: Path, study: StudyConfig, cells: Sequence[Cell]) -> None:
             axis.errorbar(at, sample.mean, yerr=sample.deviation, color="black", capsize=3, linewidth=1)
     names = [f"{cell.optimizer}\n{cell.variation}".strip() for cell in cells]
     axis.set_xticks(range(len(cells)), names)
-    axis.set_ylim(floor, high + 0.2 * (high - floor))
+    axis.set_ylim(floor, high + 0.05 * (high - floor))
     _finish(axis, title=study.title, x="", y="validation loss (the axis does not start at 0)")
-    axis.legend(frameon=False, ncols=len(modes), loc="upper left", fontsize=9)
+    figure.legend(frameon=False, ncols=min(len(modes), 4), loc="outside lower center", fontsize=9)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
