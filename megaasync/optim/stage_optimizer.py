@@ -51,7 +51,7 @@ class StageOptimizer:
             compensation: of the gradient's delay.
         """
         self.layout, self._tensor, self._compensation = layout, tensor, compensation
-        device = initial[0].device
+        device = initial[0].device if initial else torch.device("cpu")
         flat = torch.zeros(layout.size, dtype=dtype, device=device)
         for view, parameter in zip(layout.views(flat), initial, strict=True):
             view.copy_(parameter)

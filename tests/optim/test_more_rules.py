@@ -269,3 +269,41 @@ def test_soap_equals_a_library(largest_side):
             tolerance = 1e-6 if step <= 10 else 1e-4
             np.testing.assert_allclose(z.numpy(), theirs[name].detach().numpy(), rtol=0, atol=tolerance, err_msg=name)
     assert all((mine[name] - start[name]).abs().max() > 10 * LR for name in shapes)
+
+
+EVERY = ["sgd", "adamw", "muon", *OPTIMIZERS, "torch"]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_bfloat16_parameters_have_float32_masters_and_states(name):
+    """100 updates far below bfloat16's step add up; what is published is z's rounding."""
+    config = small_config(name, optimizer__weight_decay=0.0)
+    layout = FlatLayout(SHAPES, route_parameters(SHAPES, config.optimizer))
+    start = {n: torch.ones(s, dtype=torch.bfloat16) for n, s in SHAPES.items()}
+    optimizer = StageOptimizer(layout, list(start.values()), dtype=torch.float32, learning_rate=lambda k: 1e-5)
+    published = torch.zeros(layout.size, dtype=torch.bfloat16)
+    for step in range(100):
+        flat = torch.zeros(layout.size)
+        for view, grad in zip(layout.views(flat), gradients(step).values(), strict=True):
+            view.copy_(grad)
+        optimizer.step(flat, scale=1.0, publish=published, ahead=0)
+    assert all(tensor.dtype is torch.float32 for state in optimizer.states for tensor in state.values())
+    whole = torch.zeros(layout.size)
+    layout.spread_owned(optimizer.master, whole)
+    assert torch.equal(whole.to(torch.bfloat16), published)
+    for parameter, z in zip(layout.names, layout.views(whole), strict=True):
+        assert 1e-5 < (z - 1).abs().max() < 0.05, parameter
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("chosen", [[], ["layers.0.mlp_norm.weight"], ["layers.0.attention.query.weight"]])
+def test_no_matrix_no_vector_and_nothing_at_all(name, chosen):
+    shapes = {n: SHAPES[n] for n in chosen}
+    layout = FlatLayout(shapes, route_parameters(shapes, small_config(name).optimizer))
+    start = [torch.ones(s, dtype=torch.float64) for s in shapes.values()]
+    optimizer = StageOptimizer(layout, start, dtype=torch.float64, learning_rate=lambda k: 0.1)
+    published = torch.zeros(layout.size, dtype=torch.float64)
+    for _ in range(5):
+        optimizer.step(torch.ones(layout.size, dtype=torch.float64), scale=1.0, publish=published, ahead=1)
+    assert optimizer.num_updates == 5
+    assert all((view != 1).any() and view.isfinite().all() for view in layout.views(published))
