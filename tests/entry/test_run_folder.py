@@ -1,9 +1,11 @@
 """Run folders are made once, whoever comes at the same time."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from megaasync.checkpoint.run_lock import join_folder, lock_folder
 from megaasync.config import ConfigError
 from megaasync.entry.run_folder import make_run_folder, release_run_folder
 
@@ -39,3 +41,16 @@ def test_a_claim_is_released_only_if_the_run_never_began(tmp_path):
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "notes.txt"}
     with pytest.raises(ConfigError, match="holds a run already"):
         make_run_folder(str(folder), label="x")
+
+
+def test_a_folder_is_held_by_one_and_by_its_ranks(tmp_path):
+    """A second holder waits, then says who the first one is; ranks whose launcher is gone hold it too."""
+    first = lock_folder(tmp_path)
+    with pytest.raises(ConfigError, match=rf"process {os.getpid()} on .* works there; wait for its end"):
+        lock_folder(tmp_path, wait=0.3)
+    rank = join_folder(tmp_path)
+    os.close(first)
+    with pytest.raises(ConfigError, match="ranks of a run whose launcher is gone still work there"):
+        lock_folder(tmp_path, wait=0.3)
+    os.close(rank)
+    os.close(lock_folder(tmp_path, wait=0.3))
