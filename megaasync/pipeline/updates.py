@@ -29,6 +29,11 @@ from megaasync.schedules import Action, Op, Phase
 NUM_TERMS = 4 + NUM_FIGURES
 
 
+def num_terms(*, num_stages: int, num_microbatches: int) -> int:
+    """Numbers that are summed over all ranks for each step: `NUM_TERMS`, and what is not finite, by place."""
+    return NUM_TERMS + num_stages + num_microbatches
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one batch gave, the same on every rank.
@@ -245,7 +250,7 @@ class Updates:
 
     def _no_terms(self) -> Tensor:
         """Zeros: `NUM_TERMS`, then a number for every stage and every microbatch that counts what is not finite."""
-        length = NUM_TERMS + self._num_stages + self._num_microbatches
+        length = num_terms(num_stages=self._num_stages, num_microbatches=self._num_microbatches)
         return torch.zeros(length, dtype=torch.float64, device=self._device)
 
     def _terms_of(self, index: int, step: int, pending: _Pending) -> Tensor:

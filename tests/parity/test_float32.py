@@ -23,7 +23,7 @@ def routed_rank(environment, config):
         absorb = stage.balance.absorb
 
         def noted(step, *, version, stage=stage, absorb=absorb):
-            chosen[step, stage.index] = stage.balance._counts(step).clone().numpy()
+            chosen[step, stage.index] = stage.balance.counts(step).clone().numpy()
             absorb(step, version=version)
 
         stage.balance.absorb = noted
