@@ -43,7 +43,7 @@ def test_every_run_is_the_products_own(studied):
     ]
     staleness = {"sync": 0, "delayed": 1, "delayed + EF": 1}
     for row in rows:
-        (run,) = (r for r in (folder / "runs").iterdir() if made_with(r) == row["overrides"])
+        (run,) = (r for r in (folder / "runs").iterdir() if r.is_dir() and made_with(r) == row["overrides"])
         steps = metrics(run)
         assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
         assert steps[-1]["staleness"] == staleness[row["mode"]]
@@ -60,7 +60,7 @@ def test_every_run_is_the_products_own(studied):
 def test_finished_runs_are_kept_and_unfinished_ones_made_again(studied):
     folder, _ = studied
     runs = folder / "runs"
-    kept, lost = sorted(runs.iterdir())[:2]
+    kept, lost = sorted(path for path in runs.iterdir() if path.is_dir())[:2]
     before = (kept / "summary.json").stat().st_mtime_ns
     (lost / "study.json").unlink()  # as if it had been killed
     loss = json.loads((lost / "summary.json").read_text())["val_loss"]
