@@ -84,8 +84,8 @@ def claim_run_folder(config: TrainConfig, plain: Mapping[str, Any], *, label: st
         root = folder / "checkpoints"
         if chosen is not None and chosen.parent != root:
             raise ConfigError(
-                f"run.dir={config.run.dir}: holds a run already, and checkpoint.resume={wish} is not of it; choose another "
-                "folder"
+                f"run.dir={config.run.dir}: holds a run already, and checkpoint.resume={wish} is not of it; choose "
+                "another folder"
             )
         resume, step = chosen or _where_to_go_on(config, plain, folder), 0
         if resume is not None:  # before anything of the run is touched
@@ -112,14 +112,14 @@ def _where_to_go_on(config: TrainConfig, plain: Mapping[str, Any], folder: Path)
     if found is None:
         if config.checkpoint.interval is None or not _is_same_run(folder, plain):
             raise ConfigError(
-                f"run.dir={config.run.dir}: holds a run already (metrics.jsonl) and no whole checkpoint of it; choose another "
-                "folder or remove this one"
+                f"run.dir={config.run.dir}: holds a run already (metrics.jsonl) and no whole checkpoint of it; choose "
+                "another folder or remove this one"
             )
         return None
     if found.step >= config.train.steps and _status(folder) == "completed":
         raise ConfigError(
-            f"run.dir={config.run.dir}: holds a run already, complete after {found.step} steps; set train.steps above that to "
-            "go on, or choose another folder"
+            f"run.dir={config.run.dir}: holds a run already, complete after {found.step} steps; set train.steps above "
+            "that to go on, or choose another folder"
         )
     return found.path
 
