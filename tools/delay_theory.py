@@ -10,6 +10,7 @@ import csv
 import itertools
 import math
 import sys
+from abc import abstractmethod
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +73,9 @@ class Measured(Problem):
         super().__init__(start)
         self.norms = _Shared()
 
+    @abstractmethod
     def value(self, weight: Tensor) -> Tensor:
         """f, without noise."""
-        raise NotImplementedError
 
     def noise(self, weight: Tensor, step: int) -> Tensor | float:
         """Added to f: linear in the weights, of mean zero."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli import REPOSITORY, TINY, command, environment, metrics, pretrain, summary
+from tests.support.cli import REPOSITORY, TINY, command, environment, metrics, pretrain, small_disk, summary
 from tests.support.tiers import also_slow
 
 EXACT = ["train.dtype=float64", "train.lr_schedule=constant"]
@@ -415,17 +415,11 @@ def test_a_bad_member_of_a_sweep_does_not_cost_the_others(tmp_path):
 
 
 def test_a_full_disk_is_one_message(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", disk]).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
+    with small_disk(tmp_path, "16k") as disk:
         ran = pretrain(*TINY, "train.steps=2000", f"run.dir={disk}/run", cwd=tmp_path)
         assert ran.status == 1, ran.err
         assert "No space left on device" in ran.message and str(disk) in ran.message
         assert "Traceback" not in ran.err
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megaasync.checkpoint import transfer
 from megaasync.checkpoint.folders import MARK, checkpoints_in
 from megaasync.checkpoint.pieces import Pieces
 from tests.cli.test_runs import ranks_of, wait_for_step
-from tests.support.cli import TINY, command, environment, metrics, pretrain, summary
+from tests.support.cli import TINY, command, environment, metrics, pretrain, small_disk, summary
 from tests.support.tiers import also_slow
 
 RECIPE = [
@@ -248,11 +248,7 @@ def test_a_complete_run_is_not_run_again(tmp_path, with_two):
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path):
     """The older checkpoint stays, the message says so, training goes on."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk]).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
+    with small_disk(tmp_path, "8m") as disk:
         (disk / "run").mkdir()
         arguments = [*RECIPE, "model.hidden_size=64", "checkpoint.keep=1", f"run.dir={disk}/run"]
         ran = pretrain(*arguments, "train.steps=8", cwd=tmp_path)
@@ -267,8 +263,6 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path):
         assert str(found.path) in ran.out
         assert [one.step for one in checkpoints_in(disk / "run" / "checkpoints") if one.is_complete] == [8]
         assert not list((disk / "run" / "checkpoints").glob(".*"))
-    finally:
-        subprocess.run(["umount", disk])
 
 
 def test_a_file_size_limit_in_the_middle_of_a_write_is_survived(tmp_path):

@@ -4,9 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+
+import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -39,6 +43,19 @@ class Ran:
     def message(self) -> str:
         """The last line on the screen."""
         return self.err.strip().splitlines()[-1] if self.err.strip() else ""
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A disk of its own, as `16k` or `8m`; the test is skipped where nothing may be mounted."""
+    disk = folder / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk]).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def environment(**extra: str) -> dict[str, str]:

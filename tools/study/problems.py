@@ -1,5 +1,6 @@
 """Small problems with known smoothness, run by the product's executor on one rank under any delay."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,16 +26,16 @@ from megaasync.train.sizes import needs_of
 _TIMEOUT = timedelta(seconds=60)
 
 
-class Problem(nn.Module):
+class Problem(nn.Module, ABC):
     """A loss of one parameter `weight`; called as the last stage of a model is, with the step as its only token."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(start.clone())
 
+    @abstractmethod
     def loss(self, weight: Tensor, step: int) -> Tensor:
         """Scalar; may depend on the step through its noise."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         """The loss of the step that the microbatch names."""
