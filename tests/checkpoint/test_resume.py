@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from megaasync.checkpoint.folders import checkpoints_in, folder_name
-from megaasync.entry.spawn import RankFailed
+from megaasync.entry.spawn import RankFailed, spawn_ranks
+from megaasync.pipeline.stage import PipelineStage
 from tests.support.configs import BALANCED, small_config
-from tests.support.runs import run
+from tests.support.runs import run, run_rank
 from tests.support.tiers import also_slow
 
 STEPS, SAVED = 9, 4
@@ -232,3 +233,27 @@ def test_another_lr_is_taken_if_told_to(tmp_path):
     config = replace(config, checkpoint=replace(config.checkpoint, override=True))
     resumed = run(config, tmp_path, root / folder_name(SAVED))
     assert resumed.column("lr").tolist() == [0.01] * (STEPS - SAVED)
+
+
+def poisoned_run(environment, config, root, resume):
+    """A run whose batch 2 has a gradient that is not finite."""
+    backward = PipelineStage.backward
+
+    def poison(stage, key, grad, *, version):
+        x_grad = backward(stage, key, grad, version=version)
+        if key == (2, 0):
+            stage.gradients.sum_of(2)[0] = float("inf")
+        return x_grad
+
+    PipelineStage.backward = poison
+    return run_rank(environment, config, root, resume)
+
+
+def test_skipped_batches_stay_uncounted_after_a_resume(tmp_path):
+    """AdamW's bias correction would differ."""
+    config = config_of("adamw", correction__name="error_feedback", train__on_nonfinite="skip", train__max_skipped=1)
+    (whole,) = spawn_ranks(poisoned_run, (config, tmp_path, None), world_size=1)
+    resume = tmp_path / folder_name(SAVED)
+    (resumed,) = spawn_ranks(poisoned_run, (config, tmp_path / "again", resume), world_size=1)
+    assert [row["skipped"] for row in rows_after(whole, SAVED)] == [1] * (STEPS - SAVED)
+    assert_goes_on(whole, resumed, tolerance=0)
