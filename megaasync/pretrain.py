@@ -16,7 +16,7 @@ from megaasync.data import DataError
 from megaasync.distributed import TransportError
 from megaasync.distributed.environment import RankEnvironment, launched_environment
 from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, INTERRUPTED_STATUS, fail, run_app
-from megaasync.entry.run_folder import claim_run_folder, release_run_folder
+from megaasync.entry.run_folder import Claim, claim_run_folder
 from megaasync.entry.spawn import Interrupted, RankFailed, explain_file_error, spawn_ranks
 from megaasync.observe.run_files import read_metrics, write_json, write_text
 from megaasync.pipeline import TrainingError
@@ -72,18 +72,22 @@ def _print_plan(config: TrainConfig) -> None:
     print(f"plan: {folder / 'plan.json'}")
 
 
-def _prepare(config: TrainConfig, plain: dict[str, Any], *, is_first: bool) -> tuple[Any, Path | None, Path | None]:
+def _prepare(config: TrainConfig, plain: dict[str, Any], *, is_first: bool) -> tuple[Any, Claim | None]:
     """Data and run folder, on the rank or launcher that makes them."""
     prepare = importlib.import_module("megaasync.data.prepare")
     say = (lambda line: print(line, flush=True)) if is_first else (lambda line: None)
     prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, say=say)
     if not is_first:
-        return prepared, None, None
+        return prepared, None
     label = f"{config.model.name}-{config.optimizer.name}-{config.schedule.name}"
     claim = claim_run_folder(config, plain, label=label)
     plain["run"]["dir"] = str(claim.folder)
-    write_text(claim.folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
-    return prepared, claim.folder, claim.resume
+    try:
+        write_text(claim.folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
+    except BaseException:
+        claim.close()
+        raise
+    return prepared, claim
 
 
 def _write_summary(folder: Path, **facts: str) -> None:
@@ -95,9 +99,32 @@ def _write_summary(folder: Path, **facts: str) -> None:
         write_json(folder / "summary.json", {**facts, **so_far})
 
 
-def _release(folder: Path | None) -> None:
-    if folder is not None:
-        release_run_folder(folder)
+def _run_here(config: TrainConfig, plain: dict[str, Any], prepared: Any, claim: Claim) -> None:
+    """Run on ranks of this host, and again from the last checkpoint as often as the config says.
+
+    Raises:
+        RankFailed, Interrupted: as `spawn_ranks`.
+    """
+    for restart in range(1, config.run.max_restarts + 2):
+        try:
+            statuses = spawn_ranks(
+                _run_rank,
+                (config, prepared, claim.folder, plain, claim.resume),
+                world_size=config.world_size,
+                names=_rank_names(config),
+                hang_seconds=config.parallel.timeout_seconds,
+            )
+        except RankFailed as error:
+            if not error.is_fault or restart > config.run.max_restarts:
+                raise
+            claim.begin_again()
+            print(error.details, file=sys.stderr)
+            where = claim.resume or "the beginning, for lack of a checkpoint"
+            print(f"{error}\nrestart {restart} of {config.run.max_restarts}, from {where}", file=sys.stderr, flush=True)
+            continue
+        if "interrupted" in statuses:  # a signal went to a rank and not to this process
+            raise Interrupted("interrupted")
+        return
 
 
 def pretrain(plain: dict[str, Any]) -> None:
@@ -106,7 +133,7 @@ def pretrain(plain: dict[str, Any]) -> None:
     Raises:
         SystemExit: 2 for the user's mistakes, 1 for a failed rank, 130 for an interrupt.
     """
-    folder = environment = None
+    environment = claim = None
     try:
         environment = launched_environment()
         config = validate(resolve_data(read(TrainConfig, plain), plain, environment))
@@ -119,20 +146,14 @@ def pretrain(plain: dict[str, Any]) -> None:
                 "dry_run=true for a plan, or start it with srun or torchrun on the cluster"
             )
         _check_world(config, environment)
-        prepared, folder, resume = _prepare(config, plain, is_first=environment is None or environment.rank == 0)
+        prepared, claim = _prepare(config, plain, is_first=environment is None or environment.rank == 0)
         if environment is None:
-            statuses = spawn_ranks(
-                _run_rank,
-                (config, prepared, folder, plain, resume),
-                world_size=config.world_size,
-                names=_rank_names(config),
-            )
-            if "interrupted" in statuses:  # a signal went to a rank and not to this process
+            _run_here(config, plain, prepared, claim)
+        else:
+            place = (None, None) if claim is None else (claim.folder, claim.resume)
+            if _run_rank(environment, config, prepared, place[0], plain, place[1]) == "interrupted":
                 raise Interrupted("interrupted")
-        elif _worker_module().run_rank(environment, config, prepared, folder, plain, resume) == "interrupted":
-            raise Interrupted("interrupted")
     except (ConfigError, DataError) as error:
-        _release(folder)
         if plain.get("debug") is True:
             traceback.print_exc()
         if isinstance(error, ConfigError) and environment is not None and environment.rank > 0:
@@ -144,24 +165,21 @@ def pretrain(plain: dict[str, Any]) -> None:
         sys.stdout = None
         raise SystemExit(1) from None
     except OSError as error:
-        _release(folder)
         fail(explain_file_error(error), status=CONFIG_ERROR_STATUS)
     except RankFailed as error:
-        _release(folder)
-        if folder is not None and folder.exists():
-            _write_summary(folder, status="failed", message=str(error))
+        if claim.has_begun:
+            _write_summary(claim.folder, status="failed", message=str(error))
         if error.details:
             print(error.details, file=sys.stderr)
         fail(str(error), status=CONFIG_ERROR_STATUS if error.is_user_error else 1)
     except (Interrupted, KeyboardInterrupt):
-        _release(folder)
-        begun = folder is not None and folder.exists()
-        if begun and not (folder / "summary.json").exists():
-            _write_summary(folder, status="interrupted")
-        fail("interrupted" + (f"; the run folder is {folder}" if begun else ""), status=INTERRUPTED_STATUS)
-    except BaseException:
-        _release(folder)
-        raise
+        begun = claim is not None and claim.has_begun
+        if begun and not (claim.folder / "summary.json").exists():
+            _write_summary(claim.folder, status="interrupted")
+        fail("interrupted" + (f"; the run folder is {claim.folder}" if begun else ""), status=INTERRUPTED_STATUS)
+    finally:
+        if claim is not None:
+            claim.close()
 
 
 def _rank_names(config: TrainConfig) -> list[str]:

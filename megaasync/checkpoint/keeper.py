@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megaasync.checkpoint import folders
 from megaasync.checkpoint.stage_state import Entries, bytes_of, copied
 from megaasync.checkpoint.transfer import write
+from megaasync.distributed.agreement import gathered
 from megaasync.observe.run_files import write_json
 
 _ROOM = 1.05  # of the bytes to be written, that must be free
@@ -67,6 +68,7 @@ class CheckpointKeeper:
         """
         self.root, self._keep, self._is_async, self._group, self._say = root, keep, is_async, group, say
         self._thread: threading.Thread | None = None
+        self._fault: BaseException | None = None  # of the thread, that only this rank knows of
         self.last_step, self.longest = -1, 0.0
 
     @property
@@ -75,6 +77,9 @@ class CheckpointKeeper:
 
     def save(self, step: int, entries: Entries, meta: Mapping[str, Any], *, own: Mapping[str, Any]) -> None:
         """Begin a save; waits for the one before.
+
+        Raises:
+            Exception: this rank's save before met a fault that the others do not know of.
 
         Args:
             step: batches done.
@@ -87,6 +92,7 @@ class CheckpointKeeper:
         mine = copied(entries)
         if not self._is_async:
             self._save(step, mine, dict(meta), dict(own))
+            self.raise_fault()
             return
         self._thread = threading.Thread(
             target=self._save, args=(step, mine, dict(meta), dict(own)), name="checkpoint", daemon=True
@@ -94,10 +100,24 @@ class CheckpointKeeper:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the save under way, if there is one, is durable or has failed."""
+        """Until the save under way, if there is one, is durable or has failed.
+
+        Raises:
+            Exception: as `raise_fault`.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self.raise_fault()
+
+    def raise_fault(self) -> None:
+        """End this rank, and so the run, if its thread met a fault: the others would wait for it in the next save.
+
+        Raises:
+            Exception: the fault. A save that failed for all ranks, as on a full disk, is none.
+        """
+        if self._fault is not None:
+            raise self._fault
 
     def _save(self, step: int, entries: Entries, meta: dict[str, Any], own: dict[str, Any]) -> None:
         began = time.monotonic()
@@ -106,17 +126,21 @@ class CheckpointKeeper:
             self._prepare(aside, bytes_of(entries))
             write(entries, aside, group=self._group)
             self._finish(aside, step, meta, own)
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
-            if self._rank == 0:
+        except (SaveError, CheckpointException, OSError) as error:
+            if isinstance(error, OSError) and self._group is not None:
+                self._fault = error  # here alone; what all ranks know of is one of the others
+            elif self._rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
                 kept = folders.newest(self.root)
                 newest = f"the newest checkpoint is {kept.path}" if kept else "there is no checkpoint yet"
                 self._say(f"checkpoint at step {step} failed: {_words(error)}; training goes on, {newest}")
+        except BaseException as error:
+            self._fault = error
         self.longest = max(self.longest, time.monotonic() - began)
 
     def _prepare(self, aside: Path, num_bytes: int) -> None:
         """A folder with room for all ranks' bytes."""
-        total = sum(self._gathered(num_bytes))
+        total = sum(gathered(num_bytes, self._group))
         problem = None
         if self._rank == 0:
             try:
@@ -140,7 +164,7 @@ class CheckpointKeeper:
             sums = {path.name: folders.checksum(path) for path in aside.iterdir() if path.name.startswith(mine)}
         except OSError as error:
             problem = _words(error)
-        parts = self._gathered((sums, own, problem))
+        parts = gathered((sums, own, problem), self._group)
         problem = next((one for _, _, one in parts if one), None)
         if self._rank == 0 and problem is None:
             try:
@@ -155,20 +179,12 @@ class CheckpointKeeper:
                 problem = _words(error)
         self._agree(problem)
 
-    def _gathered(self, mine: Any) -> list[Any]:
-        """Every rank's, on every rank."""
-        if self._group is None:
-            return [mine]
-        found = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, mine, group=self._group)
-        return found
-
     def _agree(self, problem: str | None) -> None:
         """All ranks hear of rank 0's problem.
 
         Raises:
             SaveError: on every rank, if there is one.
         """
-        problem = self._gathered(problem)[0]
+        problem = gathered(problem, self._group)[0]
         if problem:
             raise SaveError(problem)

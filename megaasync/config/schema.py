@@ -471,9 +471,16 @@ class LoggingConfig:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """The run folder; null makes a new one under runs/."""
+    """Where the run is, and how often it is begun again.
+
+    Attributes:
+        dir: the run folder; null makes a new one under runs/.
+        max_restarts: times that ranks started on this host are started again, from the last checkpoint, when one dies,
+            hangs or breaks; not when training itself fails. Under torchrun that is its own --max-restarts.
+    """
 
     dir: str | None
+    max_restarts: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,12 @@ def check_sizes(config: TrainConfig) -> None:
     _at_least("logging.interval", config.logging.interval, 1)
     _at_least("checkpoint.interval", config.checkpoint.interval, 1)
     _at_least("checkpoint.keep", config.checkpoint.keep, 1)
+    _at_least("run.max_restarts", config.run.max_restarts, 0)
+    if config.run.max_restarts and config.checkpoint.interval is None:
+        raise ConfigError(
+            f"run.max_restarts={config.run.max_restarts}: a restart goes on from a checkpoint, but "
+            "checkpoint.interval=null makes none; set checkpoint.interval"
+        )
     if train.time_limit is not None and train.time_limit <= 0:
         raise ConfigError(f"train.time_limit={train.time_limit:g}: must be above 0 seconds, or null")
 

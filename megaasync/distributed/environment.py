@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from megaasync.config import ConfigError
 
@@ -14,6 +15,8 @@ class RankEnvironment:
         rank, world_size: in the whole job.
         local_rank, local_world_size: on this host.
         init_method: how to meet the others, for torch.distributed.
+        board: file of the launcher's `ActionBoard`, if it has one.
+        restart: how often the launcher has started the ranks again.
     """
 
     rank: int
@@ -21,6 +24,8 @@ class RankEnvironment:
     local_rank: int
     local_world_size: int
     init_method: str
+    board: Path | None = None
+    restart: int = 0
 
 
 def _number(name: str, text: str) -> int:
@@ -51,7 +56,8 @@ def launched_environment() -> RankEnvironment | None:
         raise ConfigError(
             f"WORLD_SIZE={world_size}: MASTER_ADDR and MASTER_PORT are not set; start with torchrun, or bare"
         )
-    return RankEnvironment(rank, world_size, local_rank, local_world, "env://")
+    restart = _number("TORCHELASTIC_RESTART_COUNT", env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return RankEnvironment(rank, world_size, local_rank, local_world, "env://", restart=restart)
 
 
 def prepare_cuda() -> None:

@@ -4,9 +4,13 @@ from datetime import timedelta
 
 import torch
 from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megaasync.config.schema import ConfigError
+from megaasync.distributed import TransportError
 from megaasync.distributed.environment import RankEnvironment, cpu_count, prepare_cuda
+
+_MEETING_TIMEOUT = timedelta(minutes=5)  # containers and imports take different times on different hosts
 
 
 def choose_device(name: str, *, local_rank: int) -> torch.device:
@@ -29,19 +33,42 @@ def choose_device(name: str, *, local_rank: int) -> torch.device:
 
 
 def join_group(environment: RankEnvironment, *, device: torch.device, timeout: timedelta) -> None:
-    """Make the default process group; nothing for a single rank. One thread per rank where ranks share the cores."""
+    """Make the default process group; nothing for a single rank. One thread per rank where ranks share the cores.
+
+    Args:
+        environment: this rank's place.
+        device: of this rank.
+        timeout: of waits in the group; ranks that start get more.
+
+    Raises:
+        TransportError: the others did not come.
+    """
     if device.type == "cpu":
         torch.set_num_threads(max(cpu_count() // environment.local_world_size, 1))
     else:
         torch.cuda.set_device(device)
-    if environment.world_size > 1:
+    if environment.world_size == 1:
+        return
+    timeout = max(timeout, _MEETING_TIMEOUT)
+    try:
+        met = rendezvous(environment.init_method, environment.rank, environment.world_size, timeout=timeout)
+        store, _, _ = next(met)
+        # torchrun keeps its store when it starts ranks again, with the addresses of those that are gone in it
+        store = dist.PrefixStore(f"restart {environment.restart}", store)
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
-            init_method=environment.init_method,
+            store=store,
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timeout,
         )
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise TransportError(
+            f"rank {environment.rank} did not meet the other {environment.world_size - 1} within "
+            f"{timeout.total_seconds():g} s: {reason}; have all of them started, and does every host reach "
+            "MASTER_ADDR and MASTER_PORT?"
+        ) from error
 
 
 def leave_group() -> None:

@@ -45,7 +45,7 @@ def make_run_folder(wanted: str | None, *, label: str) -> Path:
     return folder.absolute()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Claim:
     """A run folder that is ours.
 
@@ -58,6 +58,29 @@ class Claim:
     folder: Path
     resume: Path | None
     lock: int
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has written anything of its own."""
+        metrics = self.folder / "metrics.jsonl"
+        return metrics.exists() and metrics.stat().st_size > 0
+
+    def begin_again(self) -> None:
+        """After the ranks have ended: go on from the newest checkpoint, or else from where the run began.
+
+        Raises:
+            ConfigError: ranks still work there.
+        """
+        os.close(self.lock)
+        self.lock = lock_folder(self.folder)
+        found = newest(self.folder / "checkpoints")
+        self.resume = self.resume if found is None else found.path
+        _go_back(self.folder, 0 if self.resume is None else read_meta(self.resume)["step"])
+
+    def close(self) -> None:
+        """Give the folder back; if the run in it never began, the corrected command may use the same folder."""
+        release_run_folder(self.folder)
+        os.close(self.lock)
 
 
 def claim_run_folder(config: TrainConfig, plain: Mapping[str, Any], *, label: str) -> Claim:
@@ -92,13 +115,19 @@ def claim_run_folder(config: TrainConfig, plain: Mapping[str, Any], *, label: st
             meta = read_meta(resume)
             check_settings(meta, plain, resume, override=config.checkpoint.override)
             step = meta["step"]
-        remove_leftovers(root)
-        set_aside_newer(root, step)
-        _forget_after(folder, step)
+        _go_back(folder, step)
     except BaseException:
         os.close(lock)
         raise
     return Claim(folder, resume, lock)
+
+
+def _go_back(folder: Path, step: int) -> None:
+    """Make a run folder what it was after a step; newer checkpoints are set aside."""
+    root = folder / "checkpoints"
+    remove_leftovers(root)
+    set_aside_newer(root, step)
+    _forget_after(folder, step)
 
 
 def _where_to_go_on(config: TrainConfig, plain: Mapping[str, Any], folder: Path) -> Path | None:

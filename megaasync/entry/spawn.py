@@ -19,12 +19,14 @@ from typing import Any
 from megaasync.config import ConfigError
 from megaasync.data import DataError
 from megaasync.distributed import TransportError
+from megaasync.distributed.action_board import Watch, make_board
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.pipeline import TrainingError
 from megaasync.schedules import ScheduleError
 
 _GRACE_SECONDS = 28.0  # for a checkpoint, from an interrupt to the ranks' end by force
 _LINGER_SECONDS = 2.0  # from one rank's failure to the others' end by force
+_HANG_MARGIN_SECONDS = 5.0  # beyond the ranks' own timeout, whose messages say more
 _PRELOAD = "megaasync.train.worker"
 _PR_SET_PDEATHSIG = 1
 _LOST = ("Connection closed by peer", "Connection reset by peer")
@@ -40,13 +42,14 @@ class RankFailed(RuntimeError):
     """A rank ended with an error.
 
     Attributes:
-        is_user_error: a wrong config, file or environment rather than a fault.
-        details: traceback, may be empty.
+        is_user_error: a wrong config, file or environment.
+        is_fault: not a wrong config and nothing that training came to, so that another try may go well.
+        details: traceback and last actions, may be empty.
     """
 
-    def __init__(self, message: str, *, is_user_error: bool, details: str) -> None:
+    def __init__(self, message: str, *, is_user_error: bool, is_fault: bool, details: str) -> None:
         super().__init__(message)
-        self.is_user_error, self.details = is_user_error, details
+        self.is_user_error, self.is_fault, self.details = is_user_error, is_fault, details
 
 
 class Interrupted(RuntimeError):
@@ -60,9 +63,11 @@ class _Ended:
     value: Any = None
     error: str | None = None
     is_user_error: bool = False
+    is_fault: bool = True
     details: str = ""
     lost_peer: bool = False  # it failed because another rank was gone
     died: bool = False  # it said nothing
+    is_vague: bool = False  # it waited for others, but cannot say for which one
 
 
 def _die_with_the_launcher() -> None:
@@ -100,7 +105,14 @@ def _rank_main(
         message = explain_file_error(error) if is_file else message
         lost_peer = error.is_lost if isinstance(error, TransportError) else any(words in message for words in _LOST)
         details = "" if own else traceback.format_exc()
-        ended = _Ended(error=message, is_user_error=is_user_error, details=details, lost_peer=lost_peer)
+        ended = _Ended(
+            error=message,
+            is_user_error=is_user_error,
+            is_fault=not (is_user_error or isinstance(error, TrainingError)),
+            details=details,
+            lost_peer=lost_peer,
+            is_vague=isinstance(error, TransportError) and error.peer is None,
+        )
     connection.send(ended)
     connection.close()
     if ended.error is not None:
@@ -132,7 +144,12 @@ def _start_fork_server() -> ForkServerContext:
 
 
 def spawn_ranks(
-    target: Callable[..., Any], args: tuple[Any, ...], *, world_size: int, names: Sequence[str] | None = None
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    world_size: int,
+    names: Sequence[str] | None = None,
+    hang_seconds: float | None = None,
 ) -> list[Any]:
     """Run `target(environment, *args)` on `world_size` ranks of this host and wait for them.
 
@@ -141,6 +158,7 @@ def spawn_ranks(
         args: picklable.
         world_size: number of ranks.
         names: what to call the ranks in messages; `rank 0` and so on by default.
+        hang_seconds: a rank that begins nothing new for so long, and a margin, hangs; None for no limit.
 
     Returns:
         The ranks' return values, by rank.
@@ -165,9 +183,17 @@ def spawn_ranks(
         previous = {number: signal.signal(number, on_interrupt) for number in heeded}
         try:
             context = _start_fork_server()
+            board = make_board(Path(meeting) / "board", num_slots=world_size)
             for rank in range(world_size):
                 receiving, sending = context.Pipe(duplex=False)
-                environment = RankEnvironment(rank, world_size, rank, world_size, f"file://{Path(meeting) / 'store'}")
+                environment = RankEnvironment(
+                    rank,
+                    world_size,
+                    rank,
+                    world_size,
+                    f"file://{Path(meeting) / 'store'}",
+                    board=Path(meeting) / "board",
+                )
                 process = context.Process(target=_rank_main, args=(sending, target, environment, args))
                 with _held_back():  # a rank that has started is one that we know of, and end
                     process.start()
@@ -175,9 +201,8 @@ def spawn_ranks(
                 sending.close()
                 connections.append(receiving)
             all_started = True
-            return _wait_for(
-                processes, connections, interrupts, names or [f"rank {rank}" for rank in range(world_size)]
-            )
+            watch = Watch(board, num_slots=world_size, now=time.monotonic())
+            return _wait_for(processes, connections, interrupts, names, watch=watch, hang_seconds=hang_seconds)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -189,7 +214,13 @@ def spawn_ranks(
 
 
 def _wait_for(
-    processes: list, connections: list[Connection], interrupts: list[tuple[float, int]], names: Sequence[str]
+    processes: list,
+    connections: list[Connection],
+    interrupts: list[tuple[float, int]],
+    names: Sequence[str],
+    *,
+    watch: Watch,
+    hang_seconds: float | None,
 ) -> list[Any]:
     """Collect every rank's last word; see `spawn_ranks`."""
     ended: dict[int, _Ended] = {}
@@ -210,6 +241,15 @@ def _wait_for(
                 failed_at = failed_at if failures else time.monotonic()
                 failures.append(ended[rank])
         now = time.monotonic()
+        watch.look(now)
+        hung = None if hang_seconds is None else watch.hung(limit=hang_seconds + _HANG_MARGIN_SECONDS)
+        if hung is not None and hung not in ended and not failures:
+            failed_at = now - _LINGER_SECONDS
+            failures.append(
+                _Ended(
+                    error=f"{names[hung]} hangs: it has begun nothing for {hang_seconds:g} s (parallel.timeout_seconds)"
+                )
+            )
         if interrupts and not forwarded:
             forwarded = True
             for process in processes:
@@ -230,8 +270,13 @@ def _wait_for(
         # A rank that lost its peer fails too, and sometimes sooner than the news of the peer arrives; an error without
         # a traceback is one of ours or a death, and explains the rest.
         causes = [one for one in failures if not one.lost_peer] or failures
-        cause = next((one for one in causes if not one.details), causes[0])
-        raise RankFailed(cause.error, is_user_error=cause.is_user_error, details=cause.details)
+        causes = [one for one in causes if not one.details] or causes
+        cause = next((one for one in causes if not one.is_vague), causes[0])
+        details = cause.details
+        if cause.is_fault:
+            lasts = [f"  {name}: {watch.describe(rank)}" for rank, name in enumerate(names)]
+            details = "\n".join([details, "last action of each rank:", *lasts]).lstrip()
+        raise RankFailed(cause.error, is_user_error=cause.is_user_error, is_fault=cause.is_fault, details=details)
     for process in processes:
         process.join()
     return [ended[rank].value for rank in range(len(processes))]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megaasync.data.microbatches import Microbatch, MicrobatchSource
 from megaasync.distributed import TransportError
+from megaasync.distributed.action_board import ActionNotes
 from megaasync.distributed.rank_group import RankGroup
 from megaasync.observe.trace import Recorder
 from megaasync.pipeline import TrainingError
@@ -42,6 +43,7 @@ class Executor:
 
     Attributes:
         stages: this rank's.
+        notes: where it says what it does.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Executor:
         device: torch.device,
         group: RankGroup,
         recorder: Recorder,
+        notes: ActionNotes | None = None,
     ) -> None:
         """Put the executor of one rank together.
 
@@ -71,9 +74,11 @@ class Executor:
             device: of the stages.
             group: all ranks.
             recorder: gets start and end of every action.
+            notes: told of every action before it begins; None for nobody.
         """
         self.stages, self._name, self._counts = stages, name, counts
         self._source, self._updates, self._channels = source, updates, channels
+        self.notes = notes or ActionNotes(None, slot=0)
         self._stage = {stage.index: stage for stage in stages}
         self._rank, self._device, self._group, self._recorder = rank, device, group, recorder
         self._run: dict[Op, Callable[[Action], None]] = {
@@ -148,6 +153,7 @@ class Executor:
 
     def _run_noted(self, action: Action) -> None:
         """Run one action; an error in it tells where in the table it was."""
+        self.notes.begin(action.describe())
         try:
             self._run[action.op](action)
         except TrainingError:
@@ -198,6 +204,7 @@ class Executor:
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
         for first in range(0, num_microbatches, _EVALUATION_SLICE):
             numbers = range(first, min(first + _EVALUATION_SLICE, num_microbatches))
+            self.notes.begin("evaluation")
             with self._located("an evaluation"):
                 total += self._evaluate_slice(source, numbers, ahead=ahead)
             if total[2] > 0:

@@ -24,6 +24,17 @@ class Op(Enum):
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
 
+_WORDS = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input half of the backward",
+    Op.W: "weight half of the backward",
+    Op.TIE: "tied gradient",
+    Op.NORM: "gradient norm",
+    Op.RESULT: "wait for the gradient norm",
+    Op.STEP: "optimizer step",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
@@ -37,6 +48,11 @@ class Action:
     def __str__(self) -> str:
         tail = "" if self.microbatch is None else f".{self.microbatch}"
         return f"{self.stage}{self.op.value}{self.step}{tail}"
+
+    def describe(self) -> str:
+        """In words, steps and microbatches from 1 and 0 as in messages."""
+        tail = "" if self.microbatch is None else f", microbatch {self.microbatch}"
+        return f"{_WORDS[self.op]} of step {self.step + 1} on stage {self.stage}{tail}"
 
 
 _PATTERN = re.compile(r"(\d+)([FBIWTNRS])(-?\d+)(?:\.(\d+))?")

@@ -20,6 +20,7 @@ from megaasync.data.indexed_dataset import IndexedDataset
 from megaasync.data.microbatches import DataShare, TokenSequences, TrainingMicrobatches, ValidationMicrobatches
 from megaasync.data.prepare import PreparedData
 from megaasync.data.synthetic import MarkovSource
+from megaasync.distributed.action_board import ActionNotes
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.mesh import Mesh
 from megaasync.distributed.p2p import TensorSpec
@@ -296,6 +297,7 @@ def build_trainer(
         device=device,
         group=groups.all,
         recorder=recorder,
+        notes=ActionNotes(environment.board, slot=environment.local_rank),
     )
     validation = tokens.validation and ValidationMicrobatches(
         tokens.validation,

@@ -14,6 +14,7 @@ from megaasync.checkpoint.restore import Position, describe, entries_at, restore
 from megaasync.checkpoint.settings import check_settings
 from megaasync.checkpoint.stage_state import StageState
 from megaasync.config.schema import ConfigError, TrainConfig
+from megaasync.distributed.agreement import gathered
 from megaasync.pipeline.updates import Updates
 from megaasync.schedules import Phase
 
@@ -94,11 +95,7 @@ class RunCheckpoints:
         Raises:
             ConfigError: the first rank's problem.
         """
-        problems = [problem]
-        if self._group is not None:
-            problems = [None] * self._world
-            dist.all_gather_object(problems, problem, group=self._group)
-        if first := next((one for one in problems if one), None):
+        if first := next((one for one in gathered(problem, self._group) if one), None):
             raise ConfigError(first)
 
     @property
@@ -123,6 +120,11 @@ class RunCheckpoints:
         }
         entries = entries_at(self._states, step, schedule=phase.schedule, compensates=self._compensates)
         self._keeper.save(step, entries, meta | made, own=own)
+
+    def raise_fault(self) -> None:
+        """Raise what only this rank's writing met, so that the run ends."""
+        if self._keeper is not None:
+            self._keeper.raise_fault()
 
     def wait(self) -> None:
         """Until the save under way is durable or has failed."""

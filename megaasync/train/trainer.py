@@ -21,6 +21,8 @@ from megaasync.pipeline.updates import StepResult
 from megaasync.schedules import Phase
 from megaasync.train.checkpointing import RunCheckpoints
 
+_PATIENCE_SECONDS = 3600.0  # with what hangs on disks
+
 
 class Observer(Protocol):
     """Whoever wants to see rows as they are made; on rank 0."""
@@ -109,12 +111,14 @@ class Trainer:
     def train(self) -> TrainOutcome:
         """Train from the first step to the last, or to a stop; once."""
         try:
-            return self._train()
+            outcome = self._train()
         except TrainingError:  # on all ranks: a checkpoint under way can still be finished
             self._wait_for_save()
             raise
         finally:
             self.executor.close()
+        self.executor.notes.begin("the end of the run", seconds=_PATIENCE_SECONDS)
+        return outcome
 
     def _train(self) -> TrainOutcome:
         self._began = perf_counter()
@@ -171,6 +175,7 @@ class Trainer:
         """Begin a checkpoint; the pipeline is empty."""
         if self._checkpoints is not None and self._checkpoints.is_due(done):
             start = perf_counter()
+            self.executor.notes.begin("a checkpoint", seconds=_PATIENCE_SECONDS)
             if not self.executor.has_finite_masters():
                 raise TrainingError(
                     f"step {done}: the weights are not finite, so no checkpoint was made of them; try a lower "
@@ -182,6 +187,7 @@ class Trainer:
 
     def _wait_for_save(self) -> None:
         if self._checkpoints is not None:
+            self.executor.notes.begin("the end of a checkpoint's writing", seconds=_PATIENCE_SECONDS)
             self._checkpoints.wait()
 
     def _heed_time_limit(self, seconds: float) -> None:
@@ -210,6 +216,8 @@ class Trainer:
         self._tokens += tokens
         self._last_loss = result.loss if result.is_finite else self._last_loss
         self._heed_time_limit(finished - before)
+        if self._checkpoints is not None:
+            self._checkpoints.raise_fault()
         routing = {} if result.expert_load is None else {"expert_load": result.expert_load}
         for name, loss in zip(LOSSES, result.routing_losses, strict=False):
             if getattr(self._config.model.moe, name):

@@ -13,6 +13,7 @@ import torch
 from megaasync.config.pipeline import phases_of
 from megaasync.data.microbatches import Microbatch
 from megaasync.data.prepare import PreparedData
+from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.entry.spawn import RankFailed, spawn_ranks
 from megaasync.optim.data_parallel import sum_of_squares
@@ -22,6 +23,8 @@ from megaasync.train.build import build_trainer
 from tests.support.configs import small_config
 from tests.support.runs import RunNumbers, run
 from tests.support.tiers import also_slow
+
+ALONE = RankEnvironment(0, 1, 0, 1, "")
 
 
 def build(environment, config):
@@ -70,7 +73,7 @@ def test_the_divisor_is_the_global_batchs_valid_tokens():
     np.testing.assert_allclose(two[0], one, rtol=1e-9)
     # and by hand: the first batch's loss
     config = small_config("sgd", train__steps=1)
-    executor = build(_Alone(), config).executor
+    executor = build(ALONE, config).executor
     source = Masked(executor._source, 4)
     module = executor.stages[0].versions.module(0)
     total = sum(module(None, source.get(0, i)).item() for i in range(4))
@@ -82,10 +85,6 @@ def test_the_float32_norm_is_exact_for_many_elements():
     gradient = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0))
     exact = gradient.double().square().sum().item()
     assert sum_of_squares(gradient).item() == pytest.approx(exact, rel=1e-7)
-
-
-class _Alone:
-    rank, world_size, local_rank, local_world_size, init_method = 0, 1, 0, 1, ""
 
 
 def poisoned_rank(environment, config, rank, at, microbatch=1):
@@ -290,7 +289,7 @@ def test_a_stop_at_any_moment_ends_all_ranks_after_the_same_step(schedule, rank,
 def test_a_stop_in_an_evaluation_is_heeded_in_either_pass(call):
     """Under error feedback an evaluation looks at z and then at x; a cut one leaves no row."""
     config = small_config(correction__name="error_feedback", train__eval_interval=2, train__steps=6)
-    trainer = build(_Alone(), config)
+    trainer = build(ALONE, config)
     loss_of, calls = trainer._loss_of, []
 
     def counted(*, ahead):
@@ -439,7 +438,7 @@ def test_bfloat16_keeps_its_gradients_and_masters_in_float32(optimizer):
 
 
 def numbers_at_start(dtype):
-    executor = build(_Alone(), small_config(train__dtype=dtype, model__moe=None)).executor
+    executor = build(ALONE, small_config(train__dtype=dtype, model__moe=None)).executor
     stage = executor.stages[0]
     index = stage.optimizer.layout.names.index("layers.1.attention.query.weight")
     return stage.optimizer.layout.views(stage.master)[index].numpy()

@@ -152,7 +152,7 @@ _BASE: dict[str, Any] = {
         "gpu_tflops": None,
         "network_gbytes": None,
     },
-    "run": {"dir": None},
+    "run": {"dir": None, "max_restarts": 0},
     "device": "cpu",
     "debug": False,
     "dry_run": False,

@@ -1,0 +1,72 @@
+"""megaasync.pretrain with one fault in one rank: python -m tests.support.faulty KIND RANK [key=value ...].
+
+The run is the real one; only a method of the product is replaced, in the process of that rank. A fault happens once,
+at the fourth batch or at the first save: the file that FAULT_DONE names tells later starts that it has.
+"""
+
+import os
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from megaasync import pretrain
+
+_STEP = 3
+
+
+def _happen(kind):
+    Path(os.environ["FAULT_DONE"]).touch()
+    if kind in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    else:
+        raise ZeroDivisionError(f"deliberate, in {kind}")
+
+
+def _plant(kind):
+    from megaasync.checkpoint import keeper
+    from megaasync.optim.stage_optimizer import StageOptimizer
+    from megaasync.pipeline.stage import PipelineStage
+
+    owner, name = {
+        "forward": (PipelineStage, "forward"),
+        "nan": (PipelineStage, "forward"),
+        "kill": (PipelineStage, "forward"),
+        "stop": (PipelineStage, "forward"),
+        "backward": (PipelineStage, "backward"),
+        "step": (StageOptimizer, "step"),
+        "copy": (keeper, "copied"),
+        "writer": (keeper, "bytes_of"),
+    }[kind]
+    original, calls = getattr(owner, name), []
+
+    def wrapped(*args, **kwargs):
+        calls.append(args)
+        # forwards and backwards know their batch; the optimizer is called once a step
+        at = args[1][0] if kind not in ("step", "copy", "writer") else len(calls) - 1
+        if at == (0 if kind in ("copy", "writer") else _STEP):
+            if kind == "nan":  # the input of a stage that is not the first
+                args = (*args[:2], args[2] * float("nan"), *args[3:])
+            else:
+                _happen(kind)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def run_rank(environment, *args):
+    kind, rank = os.environ["FAULT"].split(":")
+    if environment.rank == int(rank) and not Path(os.environ["FAULT_DONE"]).exists():
+        _plant(kind)
+    return pretrain._worker_module().run_rank(environment, *args)
+
+
+def main():
+    os.environ["FAULT"] = f"{sys.argv[1]}:{sys.argv[2]}"
+    del sys.argv[1:3]
+    pretrain._run_rank = import_module("tests.support.faulty").run_rank  # by a name that ranks can import
+    pretrain.main()
+
+
+if __name__ == "__main__":
+    main()
