@@ -6,6 +6,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import yaml
@@ -99,7 +100,7 @@ def _write_summary(folder: Path, **facts: str) -> None:
         write_json(folder / "summary.json", {**facts, **so_far})
 
 
-def _run_here(config: TrainConfig, plain: dict[str, Any], prepared: Any, claim: Claim) -> None:
+def _run_here(config: TrainConfig, plain: dict[str, Any], prepared: Any, claim: Claim, *, began: float) -> None:
     """Run on ranks of this host, and again from the last checkpoint as often as the config says.
 
     Raises:
@@ -109,7 +110,7 @@ def _run_here(config: TrainConfig, plain: dict[str, Any], prepared: Any, claim: 
         try:
             statuses = spawn_ranks(
                 _run_rank,
-                (config, prepared, claim.folder, plain, claim.resume),
+                (config, prepared, claim.folder, plain, claim.resume, began),
                 world_size=config.world_size,
                 names=_rank_names(config),
                 hang_seconds=config.parallel.timeout_seconds,
@@ -133,7 +134,7 @@ def pretrain(plain: dict[str, Any]) -> None:
     Raises:
         SystemExit: 2 for the user's mistakes, 1 for a failed rank, 130 for an interrupt.
     """
-    environment = claim = None
+    environment, claim, began = None, None, perf_counter()
     try:
         environment = launched_environment()
         config = validate(resolve_data(read(TrainConfig, plain), plain, environment))
@@ -148,10 +149,10 @@ def pretrain(plain: dict[str, Any]) -> None:
         _check_world(config, environment)
         prepared, claim = _prepare(config, plain, is_first=environment is None or environment.rank == 0)
         if environment is None:
-            _run_here(config, plain, prepared, claim)
+            _run_here(config, plain, prepared, claim, began=began)
         else:
-            place = (None, None) if claim is None else (claim.folder, claim.resume)
-            if _run_rank(environment, config, prepared, place[0], plain, place[1]) == "interrupted":
+            folder, resume = (None, None) if claim is None else (claim.folder, claim.resume)
+            if _run_rank(environment, config, prepared, folder, plain, resume, began) == "interrupted":
                 raise Interrupted("interrupted")
     except (ConfigError, DataError) as error:
         if plain.get("debug") is True:

@@ -462,10 +462,13 @@ class LoggingConfig:
     Attributes:
         interval: steps between progress lines; metrics.jsonl has every step.
         trace: write the measured timeline as trace.json.
+        spike_threshold: robust standard deviations of the last 100 losses above their median that make a spike, which
+            is written and told of; null for none.
     """
 
     interval: int
     trace: bool
+    spike_threshold: float | None
     wandb: WandbConfig
 
 

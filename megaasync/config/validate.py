@@ -43,6 +43,8 @@ def check_sizes(config: TrainConfig) -> None:
     _at_least("logging.interval", config.logging.interval, 1)
     _at_least("checkpoint.interval", config.checkpoint.interval, 1)
     _at_least("checkpoint.keep", config.checkpoint.keep, 1)
+    if config.logging.spike_threshold is not None and config.logging.spike_threshold <= 0:
+        raise ConfigError(f"logging.spike_threshold={config.logging.spike_threshold:g}: must be above 0, or null")
     _at_least("run.max_restarts", config.run.max_restarts, 0)
     if config.run.max_restarts and config.checkpoint.interval is None:
         raise ConfigError(

@@ -205,6 +205,7 @@ def build_trainer(
     device: torch.device,
     observer: Observer | None = None,
     files: CheckpointFiles | None = None,
+    began: float | None = None,
 ) -> Trainer:
     """Everything one rank needs; the process group must be there if there are several ranks.
 
@@ -215,6 +216,7 @@ def build_trainer(
         device: this rank's device.
         observer: gets every row of metrics; rank 0 only.
         files: where checkpoints are, the same on all ranks; None for none.
+        began: `perf_counter` when the run was started on this host; None for now.
 
     Raises:
         DataError: the tokens cannot be used.
@@ -311,7 +313,9 @@ def build_trainer(
         checkpoints = _checkpoints(config, files, stages, updates, schedule, rank=mesh.rank)
         if files.resume is not None:
             checkpoints.resume(files.resume, phases)
-    return Trainer(config, phases, executor, validation, recorder=recorder, observer=observer, checkpoints=checkpoints)
+    return Trainer(
+        config, phases, executor, validation, recorder=recorder, observer=observer, checkpoints=checkpoints, began=began
+    )
 
 
 def _checkpoints(

@@ -13,6 +13,7 @@ from megaasync.models.flops import utilisation
 from megaasync.observe.progress import Progress
 from megaasync.observe.report import metric_curves, render_facts, render_page, show
 from megaasync.observe.run_files import MetricsFile, read_metrics, write_json, write_text
+from megaasync.observe.spikes import SpikeWatch
 from megaasync.observe.trace import Timeline, write_chrome_trace
 from megaasync.observe.tracker import WandbTracker
 from megaasync.schedules import render_svg, simulate
@@ -35,6 +36,10 @@ class RunOutput:
         self._tracker = WandbTracker(wandb, folder=folder, run_config=run_config) if is_tracked else None
         self._began = perf_counter()
         self._has_begun = False
+        self._spikes = SpikeWatch(config.logging.spike_threshold)
+        for row in read_metrics(folder / "metrics.jsonl"):  # of the run that goes on
+            if row["kind"] == "train":
+                self._spikes.look(row["loss"])
 
     def __enter__(self) -> "RunOutput":
         return self
@@ -85,6 +90,19 @@ class RunOutput:
         if self._tracker is not None:
             self._tracker.log(row)
         self._progress.show(row)
+        if row["kind"] == "train":
+            self._look_for_spike(row)
+
+    def _look_for_spike(self, row: Mapping[str, Any]) -> None:
+        found = self._spikes.look(row["loss"])
+        if found is not None:
+            median, above = found
+            spike = {"kind": "spike", "step": row["step"], "loss": row["loss"], "median": median, "above": above}
+            self._metrics.write(spike)
+            self._progress.say(
+                f"step {row['step']}: loss spike, {row['loss']:.4f} is {above:.1f} standard deviations above the "
+                f"median {median:.4f} of the batches before; its gradient norm is {row['grad_norm']:.3g}"
+            )
 
     def finish(self, outcome: TrainOutcome) -> None:
         """Write summary.json, trace.json and report.html."""

@@ -78,7 +78,9 @@ class Trainer:
         recorder: Recorder,
         observer: Observer | None = None,
         checkpoints: RunCheckpoints | None = None,
+        began: float | None = None,
     ) -> None:
+        self._started = perf_counter() if began is None else began
         self._checkpoints = checkpoints
         self._config, self._phases, self.executor = config, phases, executor
         self._validation, self._recorder, self._observer = validation, recorder, observer
@@ -198,7 +200,7 @@ class Trainer:
         self._slowest_step = max(self._slowest_step, seconds)
         saving = 0.0 if self._checkpoints is None else self._checkpoints.longest
         reserve = 2 * self._slowest_step + 2 * saving + self._longest_evaluation
-        if perf_counter() - self._began + reserve > limit:
+        if perf_counter() - self._started + reserve > limit:
             self.request_stop()
 
     def _segments(self) -> Iterator[tuple[Phase, int]]:

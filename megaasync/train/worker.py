@@ -42,6 +42,7 @@ def run_rank(
     folder: Path | None,
     run_config: Mapping[str, Any],
     resume: Path | None = None,
+    began: float | None = None,
 ) -> str:
     """Train on this rank, from joining the group to leaving it.
 
@@ -52,6 +53,7 @@ def run_rank(
         folder: the run folder, on rank 0, which writes it.
         run_config: the config as a plain dict, for the tracker and for checkpoints.
         resume: checkpoint to go on from, on rank 0.
+        began: `perf_counter` when the run was started on this host, for train.time_limit; None for now.
 
     Returns:
         completed or interrupted.
@@ -66,7 +68,7 @@ def run_rank(
     files = CheckpointFiles(folder / "checkpoints", resume, run_config, say)
     with output or nullcontext():
         trainer = build_trainer(
-            config, environment=environment, prepared=prepared, device=device, observer=output, files=files
+            config, environment=environment, prepared=prepared, device=device, observer=output, files=files, began=began
         )
         _stop_on_signals(trainer)
         if output is not None:

@@ -142,6 +142,7 @@ _BASE: dict[str, Any] = {
     "logging": {
         "interval": 10,
         "trace": False,
+        "spike_threshold": 8.0,
         "wandb": {"mode": "disabled", "project": "p", "run_name": None},
     },
     "cluster": {
