@@ -1,9 +1,11 @@
 """What the tools' command lines have in common: key=value arguments, help, and one message for a mistake."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.errors import HydraException
@@ -32,7 +34,7 @@ def read_pairs(cls: type[Options], arguments: list[str], *, parse: Callable[[str
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals:
-            raise ConfigError(f"{argument}: cannot be read as key=value")
+            raise ConfigError(f"{argument}: cannot be read as key=value; --help shows the keys")
         given[key] = parse(key, value)
     return read(cls, given)
 
@@ -46,6 +48,35 @@ def wants_help(cls: type, page: str | None) -> bool:
     return True
 
 
+def as_flags(message: str) -> str:
+    """A message about config keys, for tools that take the same things as flags."""
+    flags = {"data.path=": "--input ", "data.tokenizer=": "--tokenizer ", "data.text_field=": "--text-field "}
+    flags |= {"data.on_bad_bytes=": "--on-bad-bytes ", "data.cache_dir=": "--cache-dir ", "data.split=": "--split "}
+    for key, flag in flags.items():
+        message = message.replace(key, flag)
+    return message
+
+
+def check_output(key: str, path: Path, *, is_folder: bool) -> None:
+    """Before the work: whether there will be a place for its result.
+
+    Args:
+        key: as the user types it.
+        path: of a folder, or of a file in a folder.
+        is_folder: which of them.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if path.exists() and path.is_dir() != is_folder:
+        raise ConfigError(f"{key}={path}: is {'a file' if is_folder else 'a folder'}; choose another name")
+    above = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    is_new = not is_folder and above != path.absolute().parent and not path.exists()
+    if not os.access(above, os.W_OK) or str(above) == "/proc" or is_new:
+        reason = f"{above} has no such folder" if is_new else f"no right to write in {above}"
+        raise ConfigError(f"{key}={path}: cannot be written, {reason}; choose another place")
+
+
 @contextmanager
 def one_message() -> Iterator[None]:
     """Turn errors into one line and a status: 2 for the user's mistakes, 1 for a failed rank, 130 for an interrupt."""
@@ -55,11 +86,14 @@ def one_message() -> Iterator[None]:
         print(error.details, file=sys.stderr)
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    except (ConfigError, ScheduleError, OSError) as error:
+    except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except OSError as error:
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}; look at the path", file=sys.stderr)
+        raise SystemExit(2) from None
     except (HydraException, OmegaConfBaseException) as error:
-        print(f"error: overrides: {explain(error)}", file=sys.stderr)
+        print(f"error: {explain(error, show_keys=f'{Path(sys.argv[0]).name} --help shows the keys')}", file=sys.stderr)
         raise SystemExit(2) from None
     except (Interrupted, KeyboardInterrupt):
         raise SystemExit(130) from None

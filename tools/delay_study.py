@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from command_line import one_message, wants_help
+from command_line import check_output, one_message, wants_help
 from megaasync.config import ConfigError, read
 from megaasync.config.read import did_you_mean, listed
 from study.design import StudyOptions, check_options, runs_of
@@ -87,6 +87,7 @@ def main() -> None:
         options, paper = read_options(sys.argv[1:])
         study = options.study
         folder = Path(options.out or Path("runs") / "study" / study.name)
+        check_output("out", folder, is_folder=True)
         try:
             results = run_study(options, folder.resolve().parent / "runs")
         except StudyError as error:

@@ -22,7 +22,7 @@ import yaml
 from matplotlib import pyplot
 from torch import Tensor
 
-from command_line import one_message, read_pairs, wants_help
+from command_line import check_output, one_message, read_pairs, wants_help
 from megaasync.config import ConfigError
 from megaasync.config.schema import MuonConfig
 from megaasync.observe.run_files import write_text
@@ -343,6 +343,7 @@ def read_arguments(arguments: list[str]) -> Theory:
         raise ConfigError(f"delays={list(theory.delays)}: must hold 0, which the others are compared with")
     if not theory.step_sizes or min(theory.step_sizes) <= 0:
         raise ConfigError(f"step_sizes={list(theory.step_sizes)}: must be above 0")
+    check_output("out", Path(theory.out), is_folder=True)
     return theory
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import yaml
 
-from command_line import one_message, read_pairs, wants_help
+from command_line import check_output, one_message, read_pairs, wants_help
 from megaasync.config import ConfigError, did_you_mean, listed
 from megaasync.observe.timeline_png import write_timeline_png
 from megaasync.observe.trace import Timeline, read_chrome_trace
 from megaasync.schedules import (
     SCHEDULES,
     Costs,
+    ScheduleError,
     ScheduleReport,
     Span,
     build_schedule,
@@ -77,6 +78,8 @@ def read_arguments(arguments: list[str]) -> Drawing:
         raise ConfigError(f"schedule={drawing.schedule}: unknown schedule{near}; choose {listed(SCHEDULES)}")
     if drawing.out is not None and Path(drawing.out).suffix not in (".svg", ".png"):
         raise ConfigError(f"out={drawing.out}: must end in .svg or .png")
+    if drawing.out is not None:
+        check_output("out", Path(drawing.out), is_folder=False)
     for key in ("forward", "backward", "weight", "hop", "reduce", "step"):
         if getattr(drawing, key) < 0 or (key == "forward" and not drawing.forward):
             raise ConfigError(
@@ -131,15 +134,20 @@ def draw_planned(drawing: Drawing) -> None:
     """Text, figures, and a picture if asked for.
 
     Raises:
-        ScheduleError: the schedule is not defined for these sizes.
+        ConfigError: the schedule is not defined for these sizes.
     """
-    schedule = build_schedule(
-        drawing.schedule,
-        num_ranks=drawing.stages,
-        num_microbatches=drawing.microbatches,
-        chunks=drawing.virtual_stages,
-        extra_in_flight=drawing.extra_in_flight,
-    )
+    try:
+        schedule = build_schedule(
+            drawing.schedule,
+            num_ranks=drawing.stages,
+            num_microbatches=drawing.microbatches,
+            chunks=drawing.virtual_stages,
+            extra_in_flight=drawing.extra_in_flight,
+        )
+    except ScheduleError as error:
+        raise ConfigError(
+            f"schedule={drawing.schedule} stages={drawing.stages} microbatches={drawing.microbatches}: {error}"
+        ) from None
     check(schedule)
     costs = Costs(
         drawing.forward, drawing.backward, drawing.weight, reduce=drawing.reduce, step=drawing.step, hop=drawing.hop
@@ -168,6 +176,10 @@ def draw_measured(drawing: Drawing) -> None:
     path = path / "trace.json" if path.is_dir() else path
     try:
         timeline: Timeline = read_chrome_trace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"trace={drawing.trace}: {error.strerror}; give the folder of a run that had logging.trace=true"
+        ) from None
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"trace={drawing.trace}: is not a trace.json of a run") from None
     if not timeline.spans:

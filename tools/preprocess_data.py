@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from command_line import as_flags, check_output
+from megaasync.config import ConfigError
 from megaasync.config.schema import HfData
 from megaasync.data import DataError
 from megaasync.data.corpus import Document, HfCorpus, PythonStdlibCorpus
@@ -46,6 +48,7 @@ def preprocess(arguments: argparse.Namespace) -> str:
     tokenizer = Tokenizer(arguments.tokenizer)
     documents = _corpus(arguments).documents()
     output = Path(arguments.output)
+    check_output("--output", output.parent, is_folder=True)
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = output.with_name(f".{output.name}.partial")
     try:
@@ -88,8 +91,8 @@ def main() -> int:
     parser.add_argument("--cache-dir", default=str(Path.home() / ".cache/megaasync"))
     try:
         print(preprocess(parser.parse_args()))
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (DataError, ConfigError, OSError) as error:
+        print(f"error: {as_flags(str(error))}", file=sys.stderr)
         return 2
     return 0
 

@@ -20,13 +20,6 @@ RUNS = {
 }
 
 
-def new_folder() -> Path:
-    """A folder for this quickstart's three runs."""
-    folder = Path("runs") / time.strftime("quickstart-%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True)
-    return folder
-
-
 def run_one(label: str, overrides: list[str], folder: Path, extra: list[str]) -> dict[str, Any]:
     """Train once, as a user would from the command line, and read its summary."""
     print(
@@ -80,7 +73,7 @@ def write_page(rows: list[dict[str, Any]], folders: dict[str, Path], path: Path)
 def main() -> None:
     """Run, compare, print; arguments are further overrides for all three runs."""
     extra = sys.argv[1:]
-    folder = new_folder()
+    folder = Path("runs") / time.strftime("quickstart-%Y%m%d-%H%M%S")  # which the first run makes
     folders = {label: folder / label.replace(" + ", "-").replace(" ", "_") for label in RUNS}
     summaries = {label: run_one(label, RUNS[label], folders[label], extra) for label in RUNS}
     rows = compare(summaries)

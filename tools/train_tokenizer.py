@@ -7,6 +7,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from command_line import as_flags, check_output
+from megaasync.config import ConfigError
 from megaasync.config.schema import HfData
 from megaasync.config.validate import SMALLEST_TRAINED_VOCABULARY
 from megaasync.data import DataError
@@ -39,11 +41,12 @@ def main() -> int:
     try:
         corpus = PythonStdlibCorpus() if arguments.input == "python_stdlib" else HfCorpus(data)
         output = Path(arguments.output)
+        check_output("--output", output.parent, is_folder=True)
         output.parent.mkdir(parents=True, exist_ok=True)
         texts = (document.text for document in corpus.documents())
         output.write_bytes(train_tokenizer(texts, vocab_size=arguments.vocab_size))
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (DataError, ConfigError, OSError) as error:
+        print(f"error: {as_flags(str(error))}", file=sys.stderr)
         return 2
     print(f"{output}: {Tokenizer(output).vocab_size:,} pieces")
     return 0

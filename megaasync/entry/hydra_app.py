@@ -40,8 +40,16 @@ def _groups() -> dict[str, list[str]]:
     }
 
 
-def explain(error: BaseException) -> str:
-    """One message for a Hydra or OmegaConf error: key, value, remedy."""
+SHOW_KEYS = "python -m megaasync.pretrain --cfg job shows all keys"
+
+
+def explain(error: BaseException, *, show_keys: str = SHOW_KEYS) -> str:
+    """One message for a Hydra or OmegaConf error: key, value, remedy.
+
+    Args:
+        error: of Hydra or OmegaConf.
+        show_keys: what tells of an unknown key's neighbours.
+    """
     text = str(error)
     if match := re.search(r"Could not find '([\w/]+)/([^'\n]*)'", text):
         group, choice = match.groups()
@@ -54,7 +62,7 @@ def explain(error: BaseException) -> str:
         if key in known:
             return f"{key}: cannot be set with these choices; its group is null or of another kind here"
         near = did_you_mean(key, known) or did_you_mean(key, _groups())
-        return f"{key}: unknown key{near}; python -m megaasync.pretrain --cfg job shows all keys"
+        return f"{key}: unknown key{near}; {show_keys}"
     match = re.search(r"(?:parsing override|override) '([^'\n]*)'", text)
     override = getattr(error, "override", None) or (match.group(1) if match else None)
     if override is not None:

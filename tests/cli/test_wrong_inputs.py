@@ -55,6 +55,12 @@ CONFIG_ERRORS = [
     (["schedule=1f1b,2bw"], ["schedule", "add -m"]),
     (["optimizer.name=[1]"], ["optimizer", "choose"]),
     (["data=hf", "data.path=x.jsonl", "data.split=foo"], ["data.split=foo", "set data.split=train"]),
+    (["train.time_limit=0"], ["train.time_limit=0", "above 0", "null"]),
+    (["checkpoint.keep=0"], ["checkpoint.keep=0", "at least 1"]),
+    (["checkpoint.resume=nowhere"], ["checkpoint.resume=nowhere", "no such folder", "list FOLDER"]),
+    (["run.max_restarts=2", "checkpoint.interval=null"], ["run.max_restarts=2", "set checkpoint.interval"]),
+    (["logging.spike_threshold=-1"], ["logging.spike_threshold=-1", "above 0", "null"]),
+    (["train.on_nonfinite=ignore"], ["train.on_nonfinite=ignore", "stop", "skip"]),
     (["train.clip_grad_norm=0"], ["train.clip_grad_norm=0", "null"]),
 ]
 

@@ -3,8 +3,6 @@
 import csv
 import xml.etree.ElementTree as ET
 
-import pytest
-
 from megaasync.observe.trace import merge, read_chrome_trace, write_chrome_trace
 from megaasync.schedules import Costs, build_schedule, simulate
 from tests.support.cli import TINY, pretrain, tool
@@ -39,27 +37,6 @@ def test_a_trace_is_read_back(tmp_path):
     again = read_chrome_trace(tmp_path / "trace.json")
     assert again.num_ranks == 2
     assert [(s.rank, s.action, s.beside) for s in again.spans] == [(s.rank, s.action, s.beside) for s in timeline.spans]
-
-
-@pytest.mark.parametrize(
-    ("name", "argument", "words"),
-    [
-        ("draw_schedule.py", "schedule=2bww", "schedule=2bww: unknown schedule; did you mean 2bw"),
-        ("draw_schedule.py", "schedule=pipedream", "defined for m = 1"),
-        ("draw_schedule.py", "stage=4", "stage=4: unknown key; did you mean stages"),
-        ("draw_schedule.py", "out=a.gif", "must end in .svg or .png"),
-        ("draw_schedule.py", "steps=3-x", "steps=3-x: must be a number or a range"),
-        ("draw_schedule.py", "trace=nowhere.json", "nowhere.json"),
-        ("draw_schedule.py", "2bw", "cannot be read as key=value"),
-        ("bench_pipeline.py", "schedules=2bww", "schedules=2bww: unknown schedule"),
-        ("bench_pipeline.py", "steps=1", "steps=1: must be at least 5"),
-    ],
-)
-def test_mistakes_are_one_line(tmp_path, name, argument, words):
-    ran = tool(name, argument, cwd=tmp_path)
-    assert ran.returncode == 2
-    (line,) = ran.stderr.strip().splitlines()
-    assert line.startswith("error: ") and words in line
 
 
 def test_a_small_bench_writes_table_csv_and_picture(tmp_path):

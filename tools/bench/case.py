@@ -2,6 +2,15 @@
 
 from dataclasses import dataclass
 
+# class name in torch.distributed.pipelining, stages per rank, and whether they lie in a V
+TORCH_SCHEDULES = {
+    "ScheduleGPipe": (1, False),
+    "Schedule1F1B": (1, False),
+    "ScheduleInterleaved1F1B": (2, False),
+    "ScheduleInterleavedZeroBubble": (2, False),
+    "ScheduleZBVZeroBubble": (2, True),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Emulation:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import pipelining
 
-from bench.case import Case, Emulation, Measured
+from bench.case import TORCH_SCHEDULES, Case, Emulation, Measured
 from bench.emulated import sleep_until
 from megaasync.config.schema import TrainConfig
 from megaasync.data.microbatches import TokenSequences, TrainingMicrobatches
@@ -37,14 +37,6 @@ from megaasync.train.sizes import DTYPES
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)
 
-# class name in torch.distributed.pipelining, stages per rank, and whether they lie in a V
-TORCH_SCHEDULES = {
-    "ScheduleGPipe": (1, False),
-    "Schedule1F1B": (1, False),
-    "ScheduleInterleaved1F1B": (2, False),
-    "ScheduleInterleavedZeroBubble": (2, False),
-    "ScheduleZBVZeroBubble": (2, True),
-}
 _SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 
 
