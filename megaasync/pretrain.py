@@ -25,15 +25,15 @@ from megaasync.pipeline import TrainingError
 
 def resolve_data(config: TrainConfig, plain: dict[str, Any], environment: RankEnvironment | None) -> TrainConfig:
     """Make `parallel.data=auto` the number of ranks that the other axes leave, here and in the plain config."""
-    parallel, counts = config.parallel, (config.cluster.nodes, config.cluster.gpus_per_node or 1)
+    parallel, counts = config.parallel, (config.cluster.nodes, config.cluster.ranks_per_node or 1)
     if parallel.data != "auto" or min(parallel.tensor, parallel.expert, parallel.pipeline, *counts) < 1:
         return config  # the rules will say what is wrong
     others, cluster = replace(config.layout, data=1).world_size, config.cluster
     if environment is not None:
         launched, where = environment.world_size, f"the WORLD_SIZE={environment.world_size} that was launched"
-    elif cluster.gpus_per_node is not None:
-        launched = cluster.nodes * cluster.gpus_per_node
-        where = f"the {launched} GPUs of cluster.nodes={cluster.nodes} x {cluster.gpus_per_node} per node"
+    elif cluster.ranks_per_node is not None:
+        launched = cluster.nodes * cluster.ranks_per_node
+        where = f"the {launched} ranks of cluster.nodes={cluster.nodes} x {cluster.ranks_per_node} per node"
     else:
         launched, where = others, ""
     if launched % others:

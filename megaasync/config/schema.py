@@ -487,8 +487,8 @@ class RunConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterConfig:
-    """Where the run is, or is planned for.
+class LocalCluster:
+    """This host.
 
     Attributes:
         nodes, gpus_per_node: what a plan and `parallel.data=auto` count with; null for this host as it is started.
@@ -497,12 +497,105 @@ class ClusterConfig:
         network_gbytes: per second that one GPU sends to another node.
     """
 
-    name: Literal["local", "slurm", "docker"]
+    name: Literal["local"]
     nodes: int
     gpus_per_node: int | None
     gpu_memory_gib: float | None
     gpu_tflops: float | None
     network_gbytes: float | None
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Ranks on each node; None for as many as the layout needs."""
+        return self.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmCluster:
+    """A SLURM cluster; `python -m megaasync.launch` writes and submits the job.
+
+    Attributes:
+        nodes, gpus_per_node, gpu_memory_gib, gpu_tflops, network_gbytes: as of `local`; without GPUs null.
+        tasks_per_node: ranks on each node; null takes gpus_per_node.
+        cpus_per_task: cores of each rank; null leaves that to the cluster.
+        partition, account, qos, constraint, exclude, reservation: as sbatch's; null leaves them out.
+        time: as sbatch's, as in 24:00:00; null is the partition's.
+        signal_seconds: before the time limit, when the ranks are told to save and the job is queued again.
+        requeue: queue the job again at its time limit and when a node fails; it goes on from its last checkpoint.
+        container_image: an image to run in; null for none.
+        container_runtime: `pyxis` (srun --container-image) or `apptainer`.
+        mounts: of the container, as host:container; the working folder and the run folder are added.
+        env: environment variables, set as they are.
+        setup: lines of shell before the job's steps, as `module load cuda`.
+        extra_sbatch: further options of sbatch, as --gres=gpu:h200:8.
+        python: command that runs Python; null takes the launcher's own, or `python` in a container.
+        submit: false only writes the job.
+        preflight: look at all nodes before the first step.
+    """
+
+    name: Literal["slurm"]
+    nodes: int
+    gpus_per_node: int | None
+    gpu_memory_gib: float | None
+    gpu_tflops: float | None
+    network_gbytes: float | None
+    tasks_per_node: int | None
+    cpus_per_task: int | None
+    partition: str | None
+    account: str | None
+    qos: str | None
+    constraint: str | None
+    exclude: str | None
+    reservation: str | None
+    time: str | int | None
+    signal_seconds: int
+    requeue: bool
+    container_image: str | None
+    container_runtime: Literal["pyxis", "apptainer"]
+    mounts: tuple[str, ...]
+    env: dict[str, str | int | float]
+    setup: tuple[str, ...]
+    extra_sbatch: tuple[str, ...]
+    python: str | None
+    submit: bool
+    preflight: bool
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Ranks on each node; None for as many as the layout needs."""
+        return self.tasks_per_node or self.gpus_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class DockerCluster:
+    """Containers on this host; `python -m megaasync.launch` writes and starts one.
+
+    Attributes:
+        nodes, gpus_per_node, gpu_memory_gib, gpu_tflops, network_gbytes: as of `local`; nodes must be 1.
+        container_image: image to run, as docker/build.sh names it.
+        mounts: as host:container; the working folder and the run folder are added.
+        env: environment variables, set as they are.
+        submit: false only writes the command.
+    """
+
+    name: Literal["docker"]
+    nodes: int
+    gpus_per_node: int | None
+    gpu_memory_gib: float | None
+    gpu_tflops: float | None
+    network_gbytes: float | None
+    container_image: str
+    mounts: tuple[str, ...]
+    env: dict[str, str | int | float]
+    submit: bool
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Ranks on each node; None for as many as the layout needs."""
+        return self.gpus_per_node
+
+
+ClusterConfig = LocalCluster | SlurmCluster | DockerCluster
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
 """Rules that one field alone cannot show, one short named function each; all run before anything is started."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import PurePath
 
 from megaasync.config.pipeline import phases_of
-from megaasync.config.schema import ConfigError, TrainConfig
+from megaasync.config.schema import ConfigError, DockerCluster, SlurmCluster, TrainConfig
 from megaasync.schedules import SCHEDULES, ScheduleError
 
 # 256 byte pieces, three control pieces, and a few letters: below this a byte-fallback tokenizer cannot be trained.
@@ -266,13 +267,58 @@ def check_cluster(config: TrainConfig) -> None:
     for name in ("gpu_memory_gib", "gpu_tflops", "network_gbytes"):
         if getattr(cluster, name) is not None and getattr(cluster, name) <= 0:
             raise ConfigError(f"cluster.{name}={getattr(cluster, name):g}: must be above 0; set null if unknown")
-    if cluster.gpus_per_node is not None and cluster.nodes * cluster.gpus_per_node != config.world_size:
+    ranks = cluster.ranks_per_node
+    if ranks is not None and cluster.nodes * ranks != config.world_size:
         layout = config.layout
         raise ConfigError(
-            f"cluster.nodes={cluster.nodes}: {cluster.nodes} x {cluster.gpus_per_node} GPUs per node, but tensor("
+            f"cluster.nodes={cluster.nodes}: {cluster.nodes} x {ranks} ranks per node, but tensor("
             f"{layout.tensor}) x expert({layout.expert}) x pipeline({layout.pipeline}) x data({layout.data}) = "
-            f"{layout.world_size} ranks; set parallel.data=auto or degrees that multiply to the GPUs"
+            f"{layout.world_size} ranks; set parallel.data=auto or degrees that multiply to the cluster's"
         )
+    if isinstance(cluster, SlurmCluster):
+        _check_slurm(config, cluster)
+    if isinstance(cluster, SlurmCluster | DockerCluster):
+        _check_container(cluster)
+
+
+def _check_slurm(config: TrainConfig, cluster: SlurmCluster) -> None:
+    if cluster.ranks_per_node is None:
+        raise ConfigError(
+            "cluster.tasks_per_node=null: with cluster.gpus_per_node=null too nothing says how many ranks a node has; "
+            f"set cluster.tasks_per_node={max(config.world_size // cluster.nodes, 1)}"
+        )
+    if cluster.gpus_per_node is not None and cluster.ranks_per_node > cluster.gpus_per_node:
+        raise ConfigError(
+            f"cluster.tasks_per_node={cluster.tasks_per_node}: every rank needs a GPU of its own, but "
+            f"cluster.gpus_per_node={cluster.gpus_per_node}; set it to null for ranks without GPUs"
+        )
+    for name in ("tasks_per_node", "cpus_per_task"):
+        _at_least(f"cluster.{name}", getattr(cluster, name), 1)
+    _at_least("cluster.signal_seconds", cluster.signal_seconds, 1)
+    if cluster.time is not None and not re.fullmatch(r"\d+|\d+:\d+|(\d+-)?\d+(:\d+){0,2}", str(cluster.time)):
+        raise ConfigError(
+            f"cluster.time={cluster.time}: cannot be read; give minutes, hours:minutes:seconds or "
+            "days-hours:minutes:seconds, in quotes, as in 'cluster.time=\"24:00:00\"'"
+        )
+    if cluster.requeue and config.checkpoint.interval is None:
+        raise ConfigError(
+            "cluster.requeue=true: the job goes on from a checkpoint, but checkpoint.interval=null makes none; set "
+            "checkpoint.interval, or cluster.requeue=false"
+        )
+    for line in cluster.extra_sbatch:
+        if not re.fullmatch(r"--?[A-Za-z][^\n]*", line):
+            raise ConfigError(f"cluster.extra_sbatch: {line!r} is no option of sbatch; give one as in --gres=gpu:8")
+
+
+def _check_container(cluster: SlurmCluster | DockerCluster) -> None:
+    for mount in cluster.mounts:
+        if not re.fullmatch(r"[^:,]+:[^:,]+(:[a-z,]+)?", mount):
+            raise ConfigError(f"cluster.mounts: {mount!r} cannot be read; give host:container, as in [/data:/data]")
+    for name in cluster.env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"cluster.env.{name}: is no name of an environment variable; use letters, digits and _")
+    if cluster.name == "docker" and cluster.nodes != 1:
+        raise ConfigError(f"cluster.nodes={cluster.nodes}: docker runs on this host only; set cluster.nodes=1")
 
 
 def check_data(config: TrainConfig) -> None:

@@ -1,10 +1,12 @@
 """What the launcher says in environment variables; the one place that reads them. Imports no torch."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaasync.config import ConfigError
+from megaasync.distributed.slurm import expand_tasks, meeting_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +41,42 @@ def _number(name: str, text: str) -> int:
 def launched_environment() -> RankEnvironment | None:
     """The place that torchrun or srun gave this process, or None if it was started bare.
 
+    Under srun the meeting place is MASTER_ADDR and MASTER_PORT if they are set, else the step's first node.
+
     Raises:
-        ConfigError: launched with several ranks but without an address to meet at.
+        ConfigError: the variables do not make sense, or there is no address to meet at.
     """
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    elif "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and "MASTER_ADDR" in env:
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-    else:
-        return None
-    rank, world_size = _number(names[0], env[names[0]]), _number(names[1], env[names[1]])
-    local_rank = _number(names[2], env.get(names[2], str(rank)))
-    local_world = _number(names[3], env.get(names[3], str(world_size)))
+        return _of_torchrun(env)
+    # A shell inside a job, by srun --pty, is a step of one task too, and starts ranks of its own.
+    if env.get("SLURM_STEP_NUM_TASKS", "1") != "1" or ("SLURM_STEP_NUM_TASKS" in env and "MASTER_ADDR" in env):
+        return _of_srun(env)
+    return None
+
+
+def _of_torchrun(env: Mapping[str, str]) -> RankEnvironment:
+    rank, world_size = _number("RANK", env["RANK"]), _number("WORLD_SIZE", env["WORLD_SIZE"])
+    local_rank = _number("LOCAL_RANK", env.get("LOCAL_RANK", str(rank)))
+    local_world = _number("LOCAL_WORLD_SIZE", env.get("LOCAL_WORLD_SIZE", str(world_size)))
     if world_size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
         raise ConfigError(
             f"WORLD_SIZE={world_size}: MASTER_ADDR and MASTER_PORT are not set; start with torchrun, or bare"
         )
     restart = _number("TORCHELASTIC_RESTART_COUNT", env.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return RankEnvironment(rank, world_size, local_rank, local_world, "env://", restart=restart)
+
+
+def _of_srun(env: Mapping[str, str]) -> RankEnvironment:
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
+    rank, world_size, local_rank, node = (_number(name, env.get(name, "0")) for name in names)
+    tasks = expand_tasks(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world_size))
+    local_world = tasks[node] if node < len(tasks) else tasks[0]
+    if "MASTER_ADDR" in env and "MASTER_PORT" in env:
+        host, port = env["MASTER_ADDR"], _number("MASTER_PORT", env["MASTER_PORT"])
+    else:
+        host, port = meeting_place(env)
+    return RankEnvironment(rank, world_size, local_rank, local_world, f"tcp://{host}:{port}")
 
 
 def prepare_cuda() -> None:

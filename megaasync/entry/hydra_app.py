@@ -101,7 +101,13 @@ def _plain(config: DictConfig) -> dict[str, Any]:
         raise ConfigError(f"{key or 'config'}: {reason}") from None
 
 
-def _sweep_number() -> int | None:
+def current_overrides() -> tuple[str, ...]:
+    """Of the run whose config was composed last, as the user typed them; in a sweep with the values of this run."""
+    return tuple(HydraConfig.get().overrides.task)
+
+
+def sweep_number() -> int | None:
+    """Number of this run in its sweep; None outside of one."""
     hydra_config = HydraConfig.get()
     return hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
 
@@ -145,7 +151,7 @@ def run_app(task: Callable[[dict[str, Any]], None]) -> None:
     def run_one(config: DictConfig) -> None:
         try:
             plain = _plain(config)
-            number = _sweep_number()
+            number = sweep_number()
             run = plain.get("run")
             if number is not None and isinstance(run, dict) and isinstance(run.get("dir"), str):
                 run["dir"] = str(Path(run["dir"]) / str(number))

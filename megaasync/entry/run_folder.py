@@ -30,7 +30,7 @@ def make_run_folder(wanted: str | None, *, label: str) -> Path:
     Raises:
         ConfigError: the folder cannot be written, or holds a run already.
     """
-    folder = Path(wanted).expanduser() if wanted else _new_folder(label)
+    folder = Path(wanted).expanduser() if wanted else new_run_folder(label)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "metrics.jsonl", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
@@ -179,7 +179,7 @@ def _forget_after(folder: Path, step: int) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _new_folder(label: str) -> Path:
+def new_run_folder(label: str) -> Path:
     """A folder that nobody else has: made atomically, numbered if the second is taken."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     for number in range(1000):

@@ -21,6 +21,7 @@ from megaasync.train.plan import main_schedule, make_plan, render_plan
 from megaasync.train.trainer import TrainOutcome
 
 _STEPS_DRAWN = 3
+REQUEUE = ".requeue"  # tells the batch script that the run ended to be started again
 
 
 class RunOutput:
@@ -51,6 +52,7 @@ class RunOutput:
     def begin(self, *, has_validation: bool, step: int, checkpoint: Path | None) -> None:
         """Training is about to begin, from `step` on: everything that a wrong config or file can stop is passed."""
         write_json(self._folder / "plan.json", self._plan)
+        (self._folder / REQUEUE).unlink(missing_ok=True)
         self._metrics.write(
             {
                 "kind": "start",
@@ -112,6 +114,8 @@ class RunOutput:
         rows = read_metrics(self._folder / "metrics.jsonl")
         write_text(self._folder / "report.html", self._report(summary, rows, outcome.timeline))
         write_json(self._folder / "summary.json", summary)
+        if outcome.is_to_go_on:
+            (self._folder / REQUEUE).touch()
         self._progress.say(
             f"{outcome.status} after {outcome.steps} steps: validation loss {show(outcome.val_loss)}, "
             f"{show(outcome.tokens_per_second)} tokens/s, bubble {show(summary['bubble_measured'])} measured, "

@@ -44,6 +44,7 @@ class TrainOutcome:
         tokens_per_second: between the first and the last step, evaluations left out.
         peak_memory_bytes: of the rank that used most; on ranks other than 0, this rank's.
         timeline: measured, all ranks; on ranks other than 0, this rank's.
+        is_to_go_on: it was interrupted by what wants it to be started again by itself, and came forward.
         device_name: of this rank's device.
     """
 
@@ -55,6 +56,7 @@ class TrainOutcome:
     tokens_per_second: float | None
     peak_memory_bytes: int
     timeline: Timeline
+    is_to_go_on: bool
     device_name: str
 
 
@@ -90,6 +92,7 @@ class Trainer:
         self._began = perf_counter()
         self._slowest_step = self._longest_evaluation = 0.0
         self._start, self._tokens_before = 0, 0
+        self._is_to_go_on = False
         if checkpoints is not None and checkpoints.position is not None:
             position = checkpoints.position
             self._phases, self._start = position.phases, position.step
@@ -106,8 +109,9 @@ class Trainer:
         """Whether there is anything to evaluate on."""
         return self._validation is not None
 
-    def request_stop(self) -> None:
-        """End after the step that all ranks agree on."""
+    def request_stop(self, *, to_go_on: bool = False) -> None:
+        """End after the step that all ranks agree on; `to_go_on` if the run is to be started again by itself."""
+        self._is_to_go_on |= to_go_on
         self.executor.request_stop()
 
     def train(self) -> TrainOutcome:
@@ -201,7 +205,7 @@ class Trainer:
         saving = 0.0 if self._checkpoints is None else self._checkpoints.longest
         reserve = 2 * self._slowest_step + 2 * saving + self._longest_evaluation
         if perf_counter() - self._started + reserve > limit:
-            self.request_stop()
+            self.request_stop(to_go_on=True)
 
     def _segments(self) -> Iterator[tuple[Phase, int]]:
         """Phases and steps after which the pipeline is emptied: before evaluations, and where a phase ends."""
@@ -278,7 +282,7 @@ class Trainer:
         return self.executor.evaluate(self._validation, num_microbatches=self._validation.num_microbatches, ahead=ahead)
 
     def _outcome(self, status: str, done: int, val_loss: float | None) -> TrainOutcome:
-        mine = (list(self._recorder.spans), self._recorder.pauses, _peak_memory())
+        mine = (list(self._recorder.spans), self._recorder.pauses, _peak_memory(), self._is_to_go_on)
         parts = [mine]
         if dist.is_initialized():
             gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -299,5 +303,6 @@ class Trainer:
             tokens_per_second=rate,
             peak_memory_bytes=max(part[2] for part in parts),
             timeline=merge([(part[0], part[1]) for part in parts]),
+            is_to_go_on=done > self._start and any(part[3] for part in parts),
             device_name=torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
         )

@@ -1,5 +1,6 @@
 """One rank's life: join the group, build, train, write."""
 
+import json
 import signal
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -10,19 +11,23 @@ from typing import Any
 from torch import distributed as dist
 
 from megaasync.checkpoint.run_lock import join_folder
-from megaasync.config.schema import TrainConfig
+from megaasync.cluster.record import LAUNCH_RECORD
+from megaasync.config.schema import SlurmCluster, TrainConfig
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import choose_device, join_group, leave_group
 from megaasync.train.build import CheckpointFiles, build_trainer
 from megaasync.train.output import RunOutput
+from megaasync.train.preflight import preflight
 from megaasync.train.trainer import Trainer
 
 
 def _stop_on_signals(trainer: Trainer) -> None:
-    """SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask for an end that all ranks agree on."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    """SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask for an end that all ranks agree on; after the last two a job goes on."""
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: trainer.request_stop())
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: trainer.request_stop(to_go_on=True))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGUSR2})
 
 
@@ -33,6 +38,14 @@ def _as_rank_0_says(said: Any) -> Any:
     box = [said]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def _launch_record(folder: Path) -> dict[str, Any]:
+    """What `megaasync.launch` wrote into the run folder; nothing if it was not launched by it."""
+    try:
+        return json.loads((folder / LAUNCH_RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def run_rank(
@@ -66,6 +79,10 @@ def run_rank(
     output = RunOutput(config, folder, run_config) if environment.rank == 0 else None
     say = output.say if output is not None else lambda line: None
     files = CheckpointFiles(folder / "checkpoints", resume, run_config, say)
+    if isinstance(config.cluster, SlurmCluster) and config.cluster.preflight and environment.world_size > 1:
+        launched = _as_rank_0_says(_launch_record(folder))
+        for line in preflight(environment, config, run_config, folder, device, launched=launched):
+            say(line)
     with output or nullcontext():
         trainer = build_trainer(
             config, environment=environment, prepared=prepared, device=device, observer=output, files=files, began=began
@@ -76,5 +93,6 @@ def run_rank(
         outcome = trainer.train()
         if output is not None:
             output.finish(outcome)
+    _as_rank_0_says(None)  # srun ends the other tasks when one has ended with a status: rank 0 writes for all first
     leave_group()
     return outcome.status

@@ -59,7 +59,7 @@ def test_numbers_as_yaml_gives_them():
         ({"parallel__tensor": 4}, "parallel.tensor=4: must divide model.num_kv_heads=2, .*; set parallel.tensor=2"),
         ({"parallel__tensor": 2, "model__seq_length": 7}, "parallel.tensor=2: must divide model.seq_length=7"),
         ({"parallel__sequence_parallel": True}, "parallel.sequence_parallel=true: there is no other rank .* set"),
-        ({"cluster__gpus_per_node": 8}, r"cluster.nodes=1: 1 x 8 GPUs per node, but tensor\(1\) .* = 1 ranks; set"),
+        ({"cluster__gpus_per_node": 8}, r"cluster.nodes=1: 1 x 8 ranks per node, but tensor\(1\) .* = 1 ranks; set"),
         ({"cluster__gpu_tflops": 0.0}, "cluster.gpu_tflops=0: must be above 0; set null"),
         (
             {"correction": {"name": "taylor", "strength": -1.0, "adaptive": False}},

@@ -23,7 +23,9 @@ FLOOR = {
     "checkpoint": 6,
     "train": 7,
     "entry": 8,
+    "cluster": 2,
     "pretrain": 9,
+    "launch": 10,
 }
 
 

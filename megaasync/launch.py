@@ -1,0 +1,180 @@
+"""The whole cluster job from one command: python -m megaasync.launch cluster=slurm [overrides] [-m]."""
+
+import importlib
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaasync.cluster.docker import docker_command
+from megaasync.cluster.record import LAUNCH_RECORD, code_hash, config_hash, environment_record
+from megaasync.cluster.script import Job, JobRun, render_script
+from megaasync.cluster.submit import submit
+from megaasync.config import ConfigError, TrainConfig, read, validate
+from megaasync.config.schema import DockerCluster, SlurmCluster
+from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, current_overrides, fail, run_app, sweep_number
+from megaasync.entry.run_folder import new_run_folder
+from megaasync.observe.run_files import write_json, write_text
+from megaasync.pretrain import resolve_data
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One run that was asked for, checked.
+
+    Attributes:
+        config, plain: read, and as a plain dict.
+        overrides: as typed, without run.dir.
+    """
+
+    config: TrainConfig
+    plain: dict[str, Any]
+    overrides: tuple[str, ...]
+
+
+def _check(plain: dict[str, Any]) -> _Wanted:
+    """Read and validate one config of the command line.
+
+    Raises:
+        ConfigError: it is wrong, or not for a cluster.
+    """
+    config = validate(resolve_data(read(TrainConfig, plain), plain, None))
+    if not isinstance(config.cluster, SlurmCluster | DockerCluster):
+        raise ConfigError(
+            f"cluster={config.cluster.name}: nothing to set up; set cluster=slurm or cluster=docker, or start it here "
+            "with python -m megaasync.pretrain"
+        )
+    own = ("run.dir=", "+run.dir=", "cluster.submit=")
+    return _Wanted(config, plain, tuple(one for one in current_overrides() if not one.startswith(own)))
+
+
+def _label(config: TrainConfig) -> str:
+    return f"{config.model.name}-{config.optimizer.name}-{config.schedule.name}"
+
+
+def _write_run(wanted: _Wanted, folder: Path, record: dict[str, Any], plan: dict[str, Any]) -> None:
+    """The run folder's first files.
+
+    Raises:
+        ConfigError: it holds a run already.
+    """
+    if (folder / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"run.dir={folder}: holds a run already; to go on with it, submit its own script again (sbatch "
+            f"{folder / 'job.sbatch'}), or choose another folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        wanted.plain["run"]["dir"] = str(folder)
+        write_text(folder / "config.yaml", yaml.safe_dump(wanted.plain, sort_keys=False))
+        own = {"config_hash": config_hash(wanted.plain), "total_parameters": plan["total_parameters"]}
+        write_json(folder / LAUNCH_RECORD, record | own)
+        write_json(folder / "plan.json", plan)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={folder}: cannot be written ({error.strerror}); choose a folder that all nodes see"
+        ) from None
+
+
+def _launch(runs: list[_Wanted], *, wish: str | None) -> None:
+    """Write the job of all runs, and start it."""
+    first = runs[0].config
+    planner = importlib.import_module("megaasync.train.plan")
+    if first.dry_run:
+        print(planner.render_plan(planner.make_plan(first)))
+        return
+    others = [one for one in runs[1:] if one.config.cluster != first.cluster]
+    if others:
+        raise ConfigError("cluster: the runs of a sweep become one job array, so all need the same cluster.* keys")
+    base = Path(wish).expanduser().absolute() if wish else new_run_folder(_label(first)).absolute()
+    folders = [base] if len(runs) == 1 else [base / str(number) for number in range(len(runs))]
+    package = Path(__file__).parent
+    record = environment_record(package) | {"code_hash": code_hash(package)}
+    plans = [planner.make_plan(one.config) for one in runs]
+    print(planner.render_plan(plans[0]))
+    for wanted, folder, plan in zip(runs, folders, plans, strict=True):
+        _write_run(wanted, folder, record, plan)
+    pieces = tuple(JobRun(folder, one.overrides) for one, folder in zip(runs, folders, strict=True))
+    if isinstance(first.cluster, DockerCluster):
+        _start_docker(first.cluster, pieces, base)
+        return
+    _start_slurm(first, first.cluster, pieces, base)
+
+
+def _start_slurm(config: TrainConfig, cluster: SlurmCluster, runs: tuple[JobRun, ...], base: Path) -> None:
+    python = cluster.python or ("python" if cluster.container_image else shlex.quote(sys.executable))
+    job = Job(
+        name=re.sub(r"[^\w.-]", "-", base.name) if config.run.dir else f"megaasync-{_label(config)}",
+        cluster=cluster,
+        runs=runs,
+        folder=base,
+        directory=Path.cwd(),
+        python=python,
+        max_restarts=config.run.max_restarts,
+        made=f"Written by python -m megaasync.launch on {datetime.now():%Y-%m-%d %H:%M}.",
+    )
+    script = base / "job.sbatch"
+    write_text(script, render_script(job))
+    print(f"script: {script}")
+    if not cluster.submit:
+        print(f"not submitted (cluster.submit=false); submit it with: sbatch {shlex.quote(str(script))}")
+        return
+    number = submit(script)
+    log = f"slurm-{number}{'_*' if job.is_array else ''}.log"
+    print(
+        f"job {number}\n"
+        f"  its state:   squeue -j {number}\n"
+        f"  its log:     tail -F {shlex.quote(str(base))}/{log}\n"
+        f"  its numbers: {', '.join(str(run.folder / 'metrics.jsonl') for run in runs[:3])}\n"
+        f"  save, end and queue it again: scancel --signal=USR1 {number}\n"
+        f"  save and end it for good:     scancel --signal=TERM {number}"
+    )
+
+
+def _start_docker(cluster: DockerCluster, runs: tuple[JobRun, ...], base: Path) -> None:
+    start = importlib.import_module("subprocess").run
+    for run in runs:
+        command = docker_command(cluster, run, directory=Path.cwd())
+        script = run.folder / "job.sh"
+        write_text(script, f"#!/bin/sh\n# Written by python -m megaasync.launch.\nexec {shlex.join(command)}\n")
+        print(f"script: {script}")
+        if not cluster.submit:
+            print(f"not started (cluster.submit=false); start it with: sh {shlex.quote(str(script))}")
+            continue
+        try:
+            status = start(command, check=False).returncode
+        except FileNotFoundError:
+            raise ConfigError(
+                "cluster=docker: there is no docker on this host; set cluster.submit=false to only write the command"
+            ) from None
+        if status:
+            raise SystemExit(status)
+
+
+def main() -> None:
+    """Entry point."""
+    runs: list[_Wanted] = []
+    wishes: list[str | None] = []
+
+    def collect(plain: dict[str, Any]) -> None:
+        wish = plain["run"]["dir"]
+        wishes.append(wish if wish is None or sweep_number() is None else str(Path(wish).parent))
+        try:
+            runs.append(_check(plain))
+        except ConfigError as error:
+            fail(str(error), status=CONFIG_ERROR_STATUS)
+
+    run_app(collect)
+    try:
+        _launch(runs, wish=wishes[0])
+    except ConfigError as error:
+        fail(str(error), status=CONFIG_ERROR_STATUS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Jobs that `python -m megaasync.launch` writes, on a real SLURM cluster of two nodes."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megaasync.checkpoint.folders import checkpoints_in
+from tests.cli.test_survival import RECIPE, assert_same_end
+from tests.support.cli import environment, metrics, pretrain, summary
+from tests.support.slurm import slurm_cluster
+
+pytestmark = pytest.mark.slow("cluster")
+
+CLUSTER = ["cluster=slurm", "cluster.nodes=2", "cluster.gpus_per_node=null", "cluster.tasks_per_node=2"]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """The run without a cluster."""
+    cwd = tmp_path_factory.mktemp("local")
+    ran = pretrain(*RECIPE, "train.steps=60", "run.dir=run", cwd=cwd)
+    assert ran.status == 0, ran.err
+    return cwd / "run"
+
+
+def launch(slurm, *arguments, cwd):
+    done = subprocess.run(
+        [sys.executable, "-m", "megaasync.launch", *CLUSTER, *RECIPE, *arguments],
+        cwd=cwd,
+        env=environment(SLURM_CONF=slurm.environment["SLURM_CONF"]),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def submit(slurm, script, cwd):
+    """By hand, from anywhere."""
+    done = subprocess.run(
+        ["sbatch", script], cwd=cwd, env=environment(SLURM_CONF=slurm.environment["SLURM_CONF"]),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.split()[-1]
+
+
+def job_of(out):
+    return next(line.split()[1] for line in out.splitlines() if line.startswith("job "))
+
+
+def logs(folder):
+    return "".join(path.read_text() for path in folder.glob("slurm-*.log"))
+
+
+def test_two_nodes_give_the_local_runs_numbers(tmp_path, slurm, local):
+    out = launch(slurm, "train.steps=60", "run.dir=run", cwd=tmp_path)
+    job = job_of(out)
+    assert f"squeue -j {job}" in out and f"slurm-{job}.log" in out
+    assert slurm.wait(job) == "COMPLETED", logs(tmp_path / "run")
+    assert_same_end(tmp_path / "run", local)
+    told = logs(tmp_path / "run")
+    assert "n0" in told and "n1" in told, "the preflight names the nodes"
+
+
+def test_the_written_script_runs_unedited_from_another_folder(tmp_path, slurm, local):
+    out = launch(slurm, "train.steps=60", "run.dir=run", "cluster.submit=false", cwd=tmp_path)
+    assert "not submitted" in out and not (tmp_path / "run" / "metrics.jsonl").exists()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    job = submit(slurm, tmp_path / "run" / "job.sbatch", elsewhere)
+    assert slurm.wait(job) == "COMPLETED", logs(tmp_path / "run")
+    assert_same_end(tmp_path / "run", local)
+    assert list(elsewhere.iterdir()) == []
+
+
+def wait_for_step(folder, step, limit=120):
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if (folder / "metrics.jsonl").exists() and len(metrics(folder)) >= step:
+            return
+        time.sleep(0.1)
+    raise AssertionError(logs(folder))
+
+
+def test_a_signal_saves_requeues_and_goes_on_exactly(tmp_path, slurm, local):
+    job = job_of(launch(slurm, "train.steps=60", "checkpoint.interval=1000", "run.dir=run", cwd=tmp_path))
+    folder = tmp_path / "run"
+    wait_for_step(folder, 3)
+    slurm("scancel", "--signal=USR1", job)
+    assert slurm.wait(job) == "COMPLETED", logs(folder)
+    assert slurm.state(job)["Restarts"] == "1" and "saved; queued again" in logs(folder)
+    first, second = metrics(folder, "start")
+    assert first["step"] == 0 and 3 <= second["step"] < 60
+    assert_same_end(folder, local)
+
+
+def test_the_time_limit_saves_requeues_and_goes_on(tmp_path, slurm):
+    """SLURM's limits are minutes; the signal comes up to a minute sooner than asked for."""
+    job = job_of(
+        launch(slurm, "train.steps=100000", "run.dir=run", "cluster.time=1", "cluster.signal_seconds=20", cwd=tmp_path)
+    )
+    folder = tmp_path / "run"
+    deadline = time.monotonic() + 150
+    while len(metrics(folder, "start") if (folder / "metrics.jsonl").exists() else []) < 2:
+        assert time.monotonic() < deadline, logs(folder)
+        time.sleep(0.5)
+    second = metrics(folder, "start")[1]
+    assert second["step"] > 0 and Path(second["checkpoint"]).name == f"step_{second['step']:08d}"
+    wait_for_step(folder, second["step"] + 1)
+    slurm("scancel", "--signal=TERM", job)
+    assert slurm.wait(job) == "FAILED"
+    assert "130" in slurm.state(job)["ExitCode"], "asked to end for good, it is not queued again"
+    assert summary(folder)["status"] == "interrupted"
+    rows = [row["step"] for row in metrics(folder)]
+    assert rows == list(range(1, len(rows) + 1)) and checkpoints_in(folder / "checkpoints")[-1].step == len(rows)
+
+
+def test_a_failing_rank_fails_the_job(tmp_path, slurm):
+    out = launch(slurm, "train.steps=60", "run.dir=run", "optimizer.lr=1e30", cwd=tmp_path)
+    job = job_of(out)
+    assert slurm.wait(job) == "FAILED", logs(tmp_path / "run")
+    assert slurm.state(job)["ExitCode"] != "0:0"
+    assert "error: " in logs(tmp_path / "run") and summary(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_sweep_is_an_array_with_a_folder_per_run(tmp_path, slurm):
+    out = launch(slurm, "-m", "optimizer.lr=0.001,0.002,0.004", "train.steps=8", "run.dir=runs", cwd=tmp_path)
+    job = job_of(out)
+    deadline = time.monotonic() + 180
+    while slurm("squeue", "-h", "-j", job).strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    runs = tmp_path / "runs"
+    lrs = [metrics(runs / str(number))[-1]["lr"] for number in range(3)]
+    assert lrs == [0.001, 0.002, 0.004], logs(runs)
+    assert all(summary(runs / str(number))["status"] == "completed" for number in range(3))
+    assert len({metrics(runs / str(number))[-1]["loss"] for number in range(3)}) == 3
