@@ -23,6 +23,7 @@ from megaasync.config import ConfigError, TrainConfig, did_you_mean, dotted_keys
 
 CONFIG_ERROR_STATUS = 2
 INTERRUPTED_STATUS = 130
+_SWEEPS = ("-m", "--multirun")
 
 
 def config_folder() -> Path:
@@ -163,7 +164,9 @@ def run_app(task: Callable[[dict[str, Any]], None]) -> None:
             traceback.print_exc()
             raise SystemExit(1) from None
 
-    is_sweep = any(argument in ("-m", "--multirun") for argument in sys.argv)
+    is_sweep = any(argument in _SWEEPS for argument in sys.argv)
+    # Hydra takes its flags before all overrides or after them, not between
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _SWEEPS)
     # Without this Hydra prints its own message and a stack trace hint; with it we get the exception.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     app = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="pretrain")(job)

@@ -1,0 +1,346 @@
+"""The batch script, run by bash as it is, with an srun that writes down what it was given."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from megaasync.cluster.docker import docker_command
+from megaasync.cluster.script import Job, JobRun, hydra_quoted, render_script
+from megaasync.cluster.submit import submit
+from megaasync.config import ConfigError, read
+from megaasync.config.schema import DockerCluster, SlurmCluster
+from tests.support.cli import environment
+from tests.support.configs import small_config
+
+PLAIN = {
+    "name": "slurm", "nodes": 1, "gpus_per_node": None, "gpu_memory_gib": None, "gpu_tflops": None,
+    "network_gbytes": None, "tasks_per_node": 2, "cpus_per_task": None, "partition": None, "account": None,
+    "qos": None, "constraint": None, "exclude": None, "reservation": None, "time": None, "signal_seconds": 120,
+    "requeue": True, "container_image": None, "container_runtime": "pyxis", "mounts": [], "env": {}, "setup": [],
+    "extra_sbatch": [], "python": None, "submit": True, "preflight": True,
+}  # fmt: skip
+
+SRUN = f"""#!{sys.executable}
+import json, os, pathlib, sys
+calls = pathlib.Path(os.environ["CALLS"])
+with calls.open("a") as file:
+    file.write(json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ)}}) + "\\n")
+if (calls.parent / "marks").exists():
+    pathlib.Path(sys.argv[-1].split('"')[1], ".requeue").touch()
+statuses = os.environ.get("STATUSES", "0").split(",")
+sys.exit(int(statuses[min(len(calls.read_text().splitlines()), len(statuses)) - 1]))
+"""
+
+SCONTROL = """#!/bin/sh
+echo "$@" >> "$CALLS.scontrol"
+[ "$1" = show ] && echo n0 && echo n1
+true
+"""
+
+
+def cluster_of(**changes):
+    return read(SlurmCluster, {**PLAIN, **changes}, "cluster")
+
+
+def job_of(folder, *overrides, max_restarts=0, runs=None, **changes):
+    return Job(
+        name="name",
+        cluster=cluster_of(**changes),
+        runs=runs or (JobRun(folder, overrides),),
+        folder=folder,
+        directory=folder,
+        python="python",
+        max_restarts=max_restarts,
+        made="Written by a test.",
+    )
+
+
+def run_script(job, tmp_path, **env):
+    """Run a script with stubs of SLURM's commands; (status, calls of srun, calls of scontrol)."""
+    stubs = tmp_path / "stubs"
+    stubs.mkdir(exist_ok=True)
+    (stubs / "srun").write_text(SRUN)
+    (stubs / "scontrol").write_text(
+        '#!/bin/sh\necho "$@" >> "$CALLS.scontrol"\n[ "$1" = show ] && echo n0 && echo n1\ntrue\n'
+    )
+    for name in ("srun", "scontrol"):
+        (stubs / name).chmod(0o755)
+    script = tmp_path / "job.sbatch"
+    script.write_text(render_script(job))
+    calls = tmp_path / "calls"
+    calls.unlink(missing_ok=True)
+    done = subprocess.run(
+        ["bash", script],
+        env={
+            "PATH": f"{stubs}:{os.environ['PATH']}", "CALLS": str(calls), "SLURM_JOB_ID": "42",
+            "SLURM_JOB_NODELIST": "n[0-1]", **env,
+        },
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.stderr == "", done.stderr
+    asked = Path(f"{calls}.scontrol")
+    return (
+        done.returncode,
+        [json.loads(line) for line in calls.read_text().splitlines()],
+        asked.read_text() if asked.exists() else "",
+    )
+
+
+VALUES = [
+    "plain",
+    "a=b",
+    "a,b,c",
+    "two words",
+    "  blanks at both ends  ",
+    "it's",
+    'say "hello"',
+    "both ' and \"",
+    "[1,2]",
+    "{a: 1}",
+    "$HOME",
+    "${run.dir}",
+    "`id`",
+    "$(id)",
+    "back\\slash",
+    'ends in \\"',
+    "semi;colon & pipe | hash # star * tilde ~",
+    "ü 漢字 ñ",
+    "mlx5_0:1,mlx5_1:1",
+    "!history",
+    "per%cent %j",
+    "tab\there",
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_values_reach_the_job_unchanged(tmp_path, value):
+    """As an override, as a word that Hydra reads back, as an environment variable, as a folder's name."""
+    folder = tmp_path / value.strip().replace("/", "")
+    folder.mkdir()
+    override = f"data.path={hydra_quoted(value)}"
+    _, calls, _ = run_script(job_of(folder, override, value, env={"VALUE": value}), tmp_path)
+    (call,) = calls
+    sent = call["argv"]
+    assert sent[:3] == ["--kill-on-bad-exit=1", "python", "-m"]
+    assert sent[3:6] == ["megaasync.pretrain", override, value]
+    assert call["env"]["VALUE"] == value
+    parser = OverridesParser.create()
+    assert str(parser.parse_override(sent[4]).value()) == value.replace("${", "\\${")  # OmegaConf takes that away
+    assert str(parser.parse_override(sent[6]).value()) == str(folder).replace("${", "\\${")
+
+
+def test_odd_values_reach_the_config(tmp_path):
+    """The whole way: Hydra, OmegaConf and the reader give the value that was quoted."""
+    values = [value for value in VALUES if "\t" not in value]
+    chosen = "|".join(values)
+    done = subprocess.run(
+        [sys.executable, "-m", "megaasync.pretrain", "data=hf", f"data.path={hydra_quoted(chosen)}", "--cfg", "job"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    import yaml
+    from omegaconf import OmegaConf
+
+    assert OmegaConf.create(yaml.safe_load(done.stdout)).data.path == chosen
+
+
+def test_ranks_meet_at_the_first_node_and_a_free_port_outside_of_the_ephemeral_range(tmp_path):
+    job = job_of(tmp_path)
+    taken = 10042
+    with socket.socket() as one, socket.socket(socket.AF_INET6) as other:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(("127.0.0.1", taken))
+        one.listen()
+        other.bind(("::1", taken + 1))
+        other.listen()
+        _, (call,), _ = run_script(job, tmp_path)
+    env = call["env"]
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("n0", str(taken + 2))
+    _, (call,), _ = run_script(job, tmp_path)
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert call["env"]["MASTER_PORT"] == str(taken) and taken + 1000 < low
+
+
+@pytest.mark.parametrize("status", [0, 1, 2, 7, 130, 143])
+def test_the_exit_code_is_kept(tmp_path, status):
+    assert run_script(job_of(tmp_path), tmp_path, STATUSES=str(status))[0] == status
+
+
+@pytest.mark.parametrize(
+    ("statuses", "tries", "status"),
+    [("1,1,1,1", 3, 1), ("1,0", 2, 0), ("2,0", 1, 2), ("130,0", 1, 130), ("0", 1, 0), ("143,143,0", 3, 0)],
+)
+def test_a_failed_step_is_tried_again_within_the_job(tmp_path, statuses, tries, status):
+    found, calls, _ = run_script(job_of(tmp_path, max_restarts=2), tmp_path, STATUSES=statuses)
+    assert (found, len(calls)) == (status, tries)
+
+
+def test_a_run_that_is_to_go_on_is_queued_again_and_its_mark_goes(tmp_path):
+    (tmp_path / "marks").touch()
+    status, calls, asked = run_script(job_of(tmp_path, max_restarts=2), tmp_path, STATUSES="130")
+    assert (status, len(calls)) == (0, 1) and "requeue 42" in asked
+    assert not (tmp_path / ".requeue").exists()
+    status, _, asked = run_script(job_of(tmp_path, requeue=False), tmp_path, STATUSES="130")
+    assert status == 130 and asked.count("requeue") == 1, "cluster.requeue=false was not heeded"
+
+
+def test_an_array_takes_the_run_of_its_number(tmp_path):
+    runs = tuple(JobRun(tmp_path / str(n), (f"optimizer.lr=0.{n}",)) for n in range(3))
+    job = job_of(tmp_path, runs=runs)
+    assert "#SBATCH --array=0-2\n" in render_script(job) and "slurm-%A_%a.log" in render_script(job)
+    for number in range(3):
+        _, (call,), _ = run_script(job, tmp_path, SLURM_ARRAY_TASK_ID=str(number))
+        assert call["argv"][-2:] == [f"optimizer.lr=0.{number}", f'run.dir="{tmp_path / str(number)}"']
+
+
+def test_directives_say_what_the_config_says(tmp_path):
+    changes = {
+        "nodes": 3, "gpus_per_node": 8, "tasks_per_node": None, "cpus_per_task": 6, "partition": "big", "account": "me",
+        "qos": "high", "constraint": "h200&ib", "exclude": "n[01-02]", "reservation": "mine", "time": "1-00:00:00",
+        "signal_seconds": 300, "extra_sbatch": ["--gres=nvme:1", "-C x"],
+        "setup": ["module load cuda/13", "ulimit -c 0"],
+    }  # fmt: skip
+    folder = tmp_path / "with blank"
+    text = render_script(job_of(folder, **changes))
+    for line in (
+        "--nodes=3", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=6", "--partition=big",
+        "--account=me", "--qos=high", "--constraint=h200&ib", "--exclude=n[01-02]", "--reservation=mine",
+        "--time=1-00:00:00", "--signal=USR1@300", "--requeue", "--open-mode=append", "--gres=nvme:1", "-C x",
+        f'--output="{folder}/slurm-%j.log"', f'--chdir="{folder}"',
+    ):  # fmt: skip
+        assert f"#SBATCH {line}\n" in text, line
+    assert text.index("module load cuda/13\nulimit -c 0\n") < text.index("srun")
+    assert max(map(len, text.splitlines())) < 200 + len(str(folder))
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_containers(tmp_path):
+    image = "nvcr.io/nvidia/pytorch:26.01-py3"
+    _, (call,), _ = run_script(job_of(tmp_path, container_image=image, mounts=["/data:/data:ro"]), tmp_path)
+    assert call["argv"][1:5] == [
+        f"--container-image={image}",
+        f"--container-mounts={tmp_path}:{tmp_path},/data:/data:ro",
+        f"--container-workdir={tmp_path}",
+        "python",
+    ]
+    _, (call,), _ = run_script(
+        job_of(tmp_path, container_image="image.sif", container_runtime="apptainer", mounts=["/a b:/c"]), tmp_path
+    )
+    bind = ["--bind", f"{tmp_path}:{tmp_path}", "--bind", "/a b:/c"]
+    assert call["argv"][1:12] == ["apptainer", "exec", "--nv", *bind, "--pwd", str(tmp_path), "image.sif", "python"]
+
+
+def test_docker_runs_the_same_on_its_own_host(tmp_path):
+    plain = {
+        "name": "docker", "nodes": 1, "gpus_per_node": 8, "gpu_memory_gib": None, "gpu_tflops": None,
+        "network_gbytes": None, "container_image": "m:1", "mounts": ["/data:/data"], "env": {"A": "b c"},
+        "submit": False,
+    }  # fmt: skip
+    run = JobRun(
+        tmp_path / "run", ("cluster=docker", "cluster.container_image=m:1", "train.steps=3", "+cluster.env.A=x")
+    )
+    command = docker_command(read(DockerCluster, plain, "cluster"), run, directory=tmp_path)
+    assert command[:5] == ["docker", "run", "--rm", "--gpus", "all"]
+    assert command[command.index("--env") + 1] == "A=b c" and f"{tmp_path}/run:{tmp_path}/run" in command
+    assert command[command.index("m:1") :] == [
+        "m:1", "python", "-m", "megaasync.pretrain", "train.steps=3", "cluster=local", "cluster.gpus_per_node=8",
+        f'run.dir="{tmp_path}/run"',
+    ]  # fmt: skip
+
+
+WRONG = [
+    ({"tasks_per_node": None}, "cluster.tasks_per_node=null: .*; set cluster.tasks_per_node=2"),
+    ({"tasks_per_node": 2, "gpus_per_node": 1}, "cluster.tasks_per_node=2: every rank needs a GPU"),
+    ({"nodes": 2}, "cluster.nodes=2: 2 x 2 ranks per node, .* = 2 ranks"),
+    ({"time": "one day"}, "cluster.time=one day: cannot be read; give minutes"),
+    ({"signal_seconds": 0}, "cluster.signal_seconds=0: must be at least 1"),
+    ({"mounts": ["/data"]}, "cluster.mounts: '/data' cannot be read; give host:container"),
+    ({"mounts": ["/a,b:/c"]}, "cluster.mounts: '/a,b:/c' cannot be read"),
+    ({"env": {"A-B": "c"}}, "cluster.env.A-B: is no name"),
+    ({"extra_sbatch": ["gres=gpu"]}, "cluster.extra_sbatch: 'gres=gpu' is no option"),
+    ({"extra_sbatch": ["--a\nrm -rf"]}, "cluster.extra_sbatch: "),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[str(one[0]) for one in WRONG])
+def test_wrong_cluster_keys_are_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config(cluster={**PLAIN, **changes}, parallel__pipeline=2, checkpoint__interval=5)
+
+
+def test_requeue_needs_checkpoints():
+    with pytest.raises(ConfigError, match=r"cluster.requeue=true: .* set checkpoint.interval"):
+        small_config(cluster=PLAIN, parallel__pipeline=2, checkpoint__interval=None)
+
+
+def launch(*arguments, cwd, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "megaasync.launch", *arguments],
+        cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+SLURM = [
+    "cluster=slurm",
+    "cluster.gpus_per_node=null",
+    "cluster.tasks_per_node=2",
+    "parallel.pipeline=2",
+    "data=synthetic",
+]
+
+
+def test_launch_writes_a_job_and_says_how_to_submit_it(tmp_path):
+    done = launch(*SLURM, "cluster.submit=false", "run.dir=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run"
+    assert {path.name for path in folder.iterdir()} == {"config.yaml", "environment.json", "job.sbatch", "plan.json"}
+    assert "stage 1" in done.stdout and f"sbatch {folder / 'job.sbatch'}" in done.stdout
+    record = json.loads((folder / "environment.json").read_text())
+    assert record["packages"]["torch"] and re.fullmatch("[0-9a-f]{16}", record["code_hash"])
+    assert re.fullmatch("[0-9a-f]{40}", record["git_commit"] or "0" * 40)
+    text = (folder / "job.sbatch").read_text()
+    assert "cluster.submit" not in text and text.count("run.dir=") == 1
+
+
+def test_launch_without_slurm_or_with_a_refusal_says_so(tmp_path, monkeypatch):
+    only_python = {"PATH": str(Path(sys.executable).parent)}
+    done = launch(*SLURM, "run.dir=run", cwd=tmp_path, **only_python)
+    assert done.returncode == 2 and "there is no sbatch on this host" in done.stderr and "Traceback" not in done.stderr
+    stub = tmp_path / "sbatch"
+    stub.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: big' >&2\nexit 1\n")
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ConfigError, match="invalid partition specified: big; change the cluster"):
+        submit(tmp_path / "job.sbatch")
+    stub.write_text("#!/bin/sh\necho Submitted batch job 77\n")
+    assert submit(tmp_path / "job.sbatch") == 77
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["data=synthetic"], ["cluster=local", "set cluster=slurm"]),
+        ([*SLURM, "train.steps=-1"], ["train.steps=-1", "at least 1"]),
+        ([*SLURM, "cluster.nodes=2"], ["cluster.nodes=2", "parallel.data=auto"]),
+        ([*SLURM, "cluster.partitoin=x"], ["cluster.partitoin", "did you mean cluster.partition"]),
+        ([*SLURM, "run.dir=/proc/x"], ["run.dir=/proc/x", "all nodes see"]),
+        (["-m", *SLURM, "cluster.time=1,2"], ["same cluster.* keys"]),
+    ],
+    ids=lambda v: v[-1],
+)
+def test_wrong_launches_leave_nothing(tmp_path, arguments, words):
+    done = launch(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    last = done.stderr.strip().splitlines()
+    message = next(line for line in last if line.startswith("error: "))
+    for word in words:
+        assert word in message
+    assert list(tmp_path.iterdir()) == []
