@@ -101,30 +101,42 @@ def uninterrupted(tmp_path_factory):
     return cwd / "run"
 
 
+def kill_in(moment, process, folder, chance):
+    """SIGKILL everything of a run in its start, among its steps, or while it writes a checkpoint."""
+    rows = len(metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
+    begun = rows and metrics(folder, "start")
+    wanted = chance.randint(1, 3)
+    deadline = time.monotonic() + 90
+    if moment == "start":
+        time.sleep(chance.uniform(0.1, 3.5))
+    while moment != "start" and process.poll() is None and time.monotonic() < deadline:
+        starts = metrics(folder, "start") if (folder / "metrics.jsonl").exists() else []
+        is_on = len(starts) > len(begun or [])  # this start has come to its steps
+        if moment == "step" and is_on and len(metrics(folder)) >= starts[-1]["step"] + wanted:
+            time.sleep(chance.uniform(0, 0.05))
+            break
+        if moment == "save" and is_on and list((folder / "checkpoints").glob(".step_*.writing")):
+            time.sleep(chance.uniform(0, 0.02))
+            break
+        time.sleep(0.002)
+    assert process.poll() is None, process.communicate()
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow("survive"))])
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_been(tmp_path, started, uninterrupted, kills):
-    """SIGKILL of everything at random moments, start-up and saves included; bit for bit."""
-    chance = random.Random(kills)
-    killed = starts = 0
-    while True:
-        process = started(tmp_path, "train.steps=60", "run.dir=run")
-        starts += 1
-        assert starts < kills + 20
-        if killed < kills:
-            try:
-                process.wait(chance.choice([chance.uniform(0.5, 4), chance.uniform(4, 14)]))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                killed += 1
-                process.communicate()
-                continue
-        _, err = process.communicate(timeout=120)
-        if process.returncode == 0:
-            break
-        assert "complete after 60 steps" in err, err
-        break
-    assert_same_end(tmp_path / "run", uninterrupted)
-    begun = metrics(tmp_path / "run", "start")
+    """SIGKILL of everything at random moments, start-up and saves included; bit for bit, no sample lost or twice."""
+    chance, folder = random.Random(kills), tmp_path / "run"
+    moments = ["step", "save", "start"] + [chance.choice(["start", "step", "save"]) for _ in range(kills - 3)]
+    for moment in moments:
+        kill_in(moment, started(tmp_path, "train.steps=60", "run.dir=run"), folder, chance)
+    _, err = started(tmp_path, "train.steps=60", "run.dir=run").communicate(timeout=180)
+    if "complete after 60 steps" not in err:
+        assert err == "", err
+    assert_same_end(folder, uninterrupted)
+    begun = metrics(folder, "start")
+    assert len(begun) > 1 + moments.count("save"), "no kill came after the first step"
     assert all(row["checkpoint"] is None or Path(row["checkpoint"]).name == f"step_{row['step']:08d}" for row in begun)
 
 
