@@ -6,7 +6,18 @@
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.05-py3
 
 # hadolint ignore=DL3006
-FROM ${BASE_IMAGE} AS dependencies
+FROM ${BASE_IMAGE} AS base
+# The images are made from the last stage, whose user is not root.
+# hadolint ignore=DL3002
+USER 0
+# A bare base may have no Python, or a cut one.
+# hadolint ignore=DL3008
+RUN if ! python3 -c "import ensurepip, venv, dataclasses, sqlite3"; then \
+        apt-get update && apt-get install -y --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*; \
+    fi \
+    && useradd --create-home --uid 10001 megaasync
+
+FROM base AS dependencies
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # 1: the base has CUDA's torch, which is kept, with Transformer Engine and apex. 0: torch is installed, for CPUs.
 ARG GPU=1
@@ -14,13 +25,6 @@ ARG GPU=1
 ARG PIP_OPTIONS="--extra-index-url https://download.pytorch.org/whl/cpu"
 # If the base has no Transformer Engine: transformer-engine[pytorch]==2.20.2 builds it against the base's torch.
 ARG TRANSFORMER_ENGINE=""
-# The image is made from the second stage, whose user is not root.
-# hadolint ignore=DL3002
-USER 0
-# hadolint ignore=DL3008
-RUN if ! python3 -c "import ensurepip, venv"; then \
-        apt-get update && apt-get install -y --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*; \
-    fi
 # A virtual environment that sees the base's packages: what is installed here never replaces the base's torch.
 RUN python3 -m venv --system-site-packages /opt/megaasync
 ENV PATH=/opt/megaasync/bin:${PATH}
@@ -52,14 +56,7 @@ assert (2, 11) <= version < (2, 14), f'torch {torch.__version__} is not 2.11 to 
     fi \
     && python -m megaasync.pretrain --help > /dev/null
 
-# hadolint ignore=DL3006
-FROM ${BASE_IMAGE} AS runtime
-USER 0
-# hadolint ignore=DL3008
-RUN if ! python3 -c "import sys"; then \
-        apt-get update && apt-get install -y --no-install-recommends python3 && rm -rf /var/lib/apt/lists/*; \
-    fi \
-    && useradd --create-home --uid 10001 megaasync
+FROM base AS runtime
 COPY --from=dependencies /opt/megaasync /opt/megaasync
 COPY --chown=megaasync:megaasync tools /workspace/tools
 COPY --chown=megaasync:megaasync scripts /workspace/scripts

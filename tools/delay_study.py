@@ -97,6 +97,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         table = write_tables(folder, study, results, paper)
         print(f"{study.title}\n\n{table}")
+        if len(codes := {result.code for result in results}) > 1:
+            print(f"made by {len(codes)} versions of the code (column code of results.csv); remove runs to renew them")
         if study.lr_grid:
             for optimizer, (lr, is_inside) in chosen_lrs(cells, next(iter(study.modes))).items():
                 warning = "" if is_inside else "   <- at the end of the grid: widen study.lr_grid"

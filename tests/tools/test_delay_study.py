@@ -105,7 +105,7 @@ def test_every_study_consists_of_valid_runs(study, tmp_path, monkeypatch):
 def results(losses):
     """{(optimizer, mode, variation, lr): by seed} as results."""
     return [
-        Result(Run(*key, seed, ()), "completed" if math.isfinite(loss) else "failed", loss, None, 1, 1, 1.0, Path())
+        Result(Run(*key, seed, ()), "completed" if math.isfinite(loss) else "failed", loss, None, 1, 1, 1.0, Path(), "")
         for key, values in losses.items()
         for seed, loss in enumerate(values)
     ]

@@ -16,6 +16,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import megaasync
+from megaasync.cluster.record import code_hash
 from megaasync.observe.run_files import read_metrics, write_json
 from study.design import Run
 
@@ -31,6 +33,7 @@ class Result:
         val_loss: of the settled z; inf if it failed.
         val_loss_x: of the weights the last forwards ran at, if they are others.
         seconds: wall-clock, start included.
+        code: hash of the code that made it; empty if that was not written down.
     """
 
     run: Run
@@ -41,12 +44,13 @@ class Result:
     tokens: int
     seconds: float
     folder: Path
+    code: str
 
     @property
     def row(self) -> dict[str, Any]:
         """For results.csv."""
         run = {key: value for key, value in asdict(self.run).items() if key != "overrides"}
-        rest = ("status", "val_loss", "val_loss_x", "steps", "tokens", "seconds")
+        rest = ("status", "val_loss", "val_loss_x", "steps", "tokens", "seconds", "code")
         return {**run, **{name: getattr(self, name) for name in rest}, "overrides": " ".join(self.run.overrides)}
 
 
@@ -63,7 +67,8 @@ def read_result(run: Run, folder: Path) -> Result | None:
     if done["overrides"] != list(run.overrides):
         return None
     loss = float("inf") if done["val_loss"] is None else done["val_loss"]
-    return Result(run, done["status"], loss, done["val_loss_x"], done["steps"], done["tokens"], done["seconds"], folder)
+    told = (done[name] for name in ("val_loss_x", "steps", "tokens", "seconds"))
+    return Result(run, done["status"], loss, *told, folder, done.get("code", ""))
 
 
 def _devices(workers: int | None, device: str) -> list[dict[str, Any]]:
@@ -171,7 +176,7 @@ class Runner:
             why = error.splitlines()[-1] if error else f"ended with status {process.returncode}"
             raise StudyError(f"{run.label}: {why.removeprefix('error: ')}")
         result = _outcome(run, folder, failed=diverged, seconds=time.monotonic() - began)
-        fields = ("status", "val_loss_x", "steps", "tokens", "seconds")
+        fields = ("status", "val_loss_x", "steps", "tokens", "seconds", "code")
         loss = None if result.status == "failed" else result.val_loss
         done = {"overrides": list(run.overrides), "val_loss": loss, **{name: getattr(result, name) for name in fields}}
         write_json(folder / _DONE, done)
@@ -184,4 +189,5 @@ def _outcome(run: Run, folder: Path, *, failed: bool, seconds: float) -> Result:
     at_x = rows[-1].get("loss_x") if rows else None
     loss = float("inf") if failed else summary["val_loss"]
     status = "failed" if failed else "completed"
-    return Result(run, status, loss, at_x, summary["steps"], summary["tokens"], seconds, folder)
+    code = code_hash(Path(megaasync.__file__).parent)
+    return Result(run, status, loss, at_x, summary["steps"], summary["tokens"], seconds, folder, code)
