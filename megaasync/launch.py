@@ -3,6 +3,8 @@
 import importlib
 import re
 import shlex
+import signal
+import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,14 +13,23 @@ from typing import Any
 
 import yaml
 
+from megaasync.checkpoint.folders import read_meta
+from megaasync.checkpoint.settings import check_settings
 from megaasync.cluster.docker import docker_command
 from megaasync.cluster.record import LAUNCH_RECORD, code_hash, config_hash, environment_record
 from megaasync.cluster.script import Job, JobRun, render_script
 from megaasync.cluster.submit import submit
 from megaasync.config import ConfigError, TrainConfig, read, validate
 from megaasync.config.schema import DockerCluster, SlurmCluster
-from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, current_overrides, fail, run_app, sweep_number
-from megaasync.entry.run_folder import new_run_folder
+from megaasync.entry.hydra_app import (
+    CONFIG_ERROR_STATUS,
+    INTERRUPTED_STATUS,
+    current_overrides,
+    fail,
+    run_app,
+    sweep_number,
+)
+from megaasync.entry.run_folder import new_run_folder, where_to_go_on
 from megaasync.observe.run_files import write_json, write_text
 from megaasync.pretrain import resolve_data
 
@@ -61,13 +72,13 @@ def _write_run(wanted: _Wanted, folder: Path, record: dict[str, Any], plan: dict
     """The run folder's first files.
 
     Raises:
-        ConfigError: it holds a run already.
+        ConfigError: it holds a run that is complete, or another one.
     """
     if (folder / "metrics.jsonl").exists():
-        raise ConfigError(
-            f"run.dir={folder}: holds a run already; to go on with it, submit its own script again (sbatch "
-            f"{folder / 'job.sbatch'}), or choose another folder"
-        )
+        found = where_to_go_on(wanted.config, wanted.plain, folder)
+        if found is not None:
+            check_settings(read_meta(found), wanted.plain, found, override=wanted.config.checkpoint.override)
+        print(f"{folder} holds this run already; it goes on from {found or 'its beginning'}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         wanted.plain["run"]["dir"] = str(folder)
@@ -137,7 +148,6 @@ def _start_slurm(config: TrainConfig, cluster: SlurmCluster, runs: tuple[JobRun,
 
 
 def _start_docker(cluster: DockerCluster, runs: tuple[JobRun, ...], base: Path) -> None:
-    start = importlib.import_module("subprocess").run
     for run in runs:
         command = docker_command(cluster, run, directory=Path.cwd())
         script = run.folder / "job.sh"
@@ -146,14 +156,23 @@ def _start_docker(cluster: DockerCluster, runs: tuple[JobRun, ...], base: Path) 
         if not cluster.submit:
             print(f"not started (cluster.submit=false); start it with: sh {shlex.quote(str(script))}")
             continue
-        try:
-            status = start(command, check=False).returncode
-        except FileNotFoundError:
-            raise ConfigError(
-                "cluster=docker: there is no docker on this host; set cluster.submit=false to only write the command"
-            ) from None
-        if status:
+        if status := _wait_for(command):
             raise SystemExit(status)
+
+
+def _wait_for(command: list[str]) -> int:
+    """Run a command; a signal goes on to it, and it ends in its own time. Its status."""
+    try:
+        process = subprocess.Popen(command)
+    except FileNotFoundError:
+        raise ConfigError(
+            "cluster=docker: there is no docker on this host; set cluster.submit=false to only write the command"
+        ) from None
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGTERM)
 
 
 def main() -> None:
@@ -174,6 +193,8 @@ def main() -> None:
         _launch(runs, wish=wishes[0])
     except ConfigError as error:
         fail(str(error), status=CONFIG_ERROR_STATUS)
+    except KeyboardInterrupt:
+        fail("interrupted", status=INTERRUPTED_STATUS)
 
 
 if __name__ == "__main__":

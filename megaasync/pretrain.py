@@ -1,6 +1,7 @@
 """One pretraining run from the command line: python -m megaasync.pretrain [group=choice] [key=value]."""
 
 import importlib
+import os
 import sys
 import traceback
 from contextlib import suppress
@@ -11,10 +12,11 @@ from typing import Any
 
 import yaml
 
+from megaasync.cluster.script import ENDED
 from megaasync.config import ConfigError, TrainConfig, phases_of, read, validate
 from megaasync.config.layout import AXES
 from megaasync.data import DataError
-from megaasync.distributed import TransportError
+from megaasync.distributed import DeviceError, TransportError
 from megaasync.distributed.environment import RankEnvironment, launched_environment
 from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, INTERRUPTED_STATUS, fail, run_app
 from megaasync.entry.run_folder import Claim, claim_run_folder
@@ -100,6 +102,26 @@ def _write_summary(folder: Path, **facts: str) -> None:
         write_json(folder / "summary.json", {**facts, **so_far})
 
 
+def _end_rank(message: str, status: int, plain: dict[str, Any], claim: Claim | None, *, may_go_well: bool) -> None:
+    """End one rank of a group at once: on the way out of Python its group might hang or abort when a peer is gone.
+
+    srun tells the highest status of its tasks, and ends the slower ones; so the first rank of a job that ends badly
+    writes its own status down for the batch script.
+    """
+    if message:
+        print(f"error: {message}", file=sys.stderr)
+    run, cluster = plain.get("run"), plain.get("cluster")
+    if isinstance(run, dict) and isinstance(cluster, dict) and cluster.get("name") == "slurm" and run.get("dir"):
+        with suppress(OSError), (Path(run["dir"]) / ENDED).open("x") as file:
+            file.write(f"{status} {'again' if may_go_well else 'final'}\n")
+    if claim is not None:
+        claim.close()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 def _run_here(config: TrainConfig, plain: dict[str, Any], prepared: Any, claim: Claim, *, began: float) -> None:
     """Run on ranks of this host, and again from the last checkpoint as often as the config says.
 
@@ -118,10 +140,10 @@ def _run_here(config: TrainConfig, plain: dict[str, Any], prepared: Any, claim: 
         except RankFailed as error:
             if not error.is_fault or restart > config.run.max_restarts:
                 raise
+            print(f"{error.details}\n{error}", file=sys.stderr, flush=True)
             claim.begin_again()
-            print(error.details, file=sys.stderr)
             where = claim.resume or "the beginning, for lack of a checkpoint"
-            print(f"{error}\nrestart {restart} of {config.run.max_restarts}, from {where}", file=sys.stderr, flush=True)
+            print(f"restart {restart} of {config.run.max_restarts}, from {where}", file=sys.stderr, flush=True)
             continue
         if "interrupted" in statuses:  # a signal went to a rank and not to this process
             raise Interrupted("interrupted")
@@ -135,6 +157,13 @@ def pretrain(plain: dict[str, Any]) -> None:
         SystemExit: 2 for the user's mistakes, 1 for a failed rank, 130 for an interrupt.
     """
     environment, claim, began = None, None, perf_counter()
+
+    def end(message: str, status: int, *, may_go_well: bool = False) -> None:
+        """Say it and end, with a note for the batch script on whether another try may go well."""
+        if environment is None:
+            fail(message, status=status)
+        _end_rank(message, status, plain, claim, may_go_well=may_go_well)
+
     try:
         environment = launched_environment()
         config = validate(resolve_data(read(TrainConfig, plain), plain, environment))
@@ -157,27 +186,35 @@ def pretrain(plain: dict[str, Any]) -> None:
     except (ConfigError, DataError) as error:
         if plain.get("debug") is True:
             traceback.print_exc()
-        if isinstance(error, ConfigError) and environment is not None and environment.rank > 0:
-            raise SystemExit(CONFIG_ERROR_STATUS) from None  # rank 0 says the same
-        fail(str(error), status=CONFIG_ERROR_STATUS)
-    except (TrainingError, TransportError) as error:  # of this process's own rank
-        fail(str(error), status=1)
+        # every rank reads the same config, and rank 0 speaks for all; a device is a rank's own
+        is_said = isinstance(error, ConfigError) and not isinstance(error, DeviceError)
+        is_silent = is_said and environment is not None and environment.rank > 0
+        end("" if is_silent else str(error), CONFIG_ERROR_STATUS)
+    except TrainingError as error:  # of this process's own rank
+        end(str(error), 1)
+    except TransportError as error:
+        end(str(error), 1, may_go_well=True)
     except BrokenPipeError:  # whoever read the output has enough of it, as `head` does
         sys.stdout = None
         raise SystemExit(1) from None
     except OSError as error:
-        fail(explain_file_error(error), status=CONFIG_ERROR_STATUS)
+        end(explain_file_error(error), CONFIG_ERROR_STATUS)
     except RankFailed as error:
         if claim.has_begun:
             _write_summary(claim.folder, status="failed", message=str(error))
         if error.details:
             print(error.details, file=sys.stderr)
-        fail(str(error), status=CONFIG_ERROR_STATUS if error.is_user_error else 1)
+        end(str(error), CONFIG_ERROR_STATUS if error.is_user_error else 1)
     except (Interrupted, KeyboardInterrupt):
         begun = claim is not None and claim.has_begun
         if begun and not (claim.folder / "summary.json").exists():
             _write_summary(claim.folder, status="interrupted")
-        fail("interrupted" + (f"; the run folder is {claim.folder}" if begun else ""), status=INTERRUPTED_STATUS)
+        end("interrupted" + (f"; the run folder is {claim.folder}" if begun else ""), INTERRUPTED_STATUS)
+    except Exception as error:
+        if environment is None:
+            raise
+        traceback.print_exc()
+        end(f"rank {environment.rank}: {type(error).__name__}: {error}", 1, may_go_well=True)
     finally:
         if claim is not None:
             claim.close()

@@ -48,19 +48,30 @@ def lock_folder(folder: Path, *, wait: float = WAIT_SECONDS) -> int:
         holder = os.pread(launcher, 1000, 0).decode(errors="replace").strip() or "an unknown process"
         os.close(launcher)
         raise ConfigError(f"run.dir={folder}: {holder} works there; wait for its end or choose another folder")
-    ranks = _open(folder / _RANKS)
-    is_free = _wait_for(ranks, deadline)
-    os.close(ranks)
-    if not is_free:
+    try:
+        wait_for_ranks(folder, wait=deadline - time.monotonic())
+    except ConfigError:
         os.close(launcher)
-        raise ConfigError(
-            f"run.dir={folder}: ranks of a run whose launcher is gone still work there; end them or choose another "
-            "folder"
-        )
+        raise
     os.ftruncate(launcher, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.pwrite(launcher, f"process {os.getpid()} on {socket.gethostname()}, since {since}".encode(), 0)
     return launcher
+
+
+def wait_for_ranks(folder: Path, *, wait: float = WAIT_SECONDS) -> None:
+    """Until no rank works in the folder any more.
+
+    Raises:
+        ConfigError: one still does.
+    """
+    ranks = _open(folder / _RANKS)
+    is_free = _wait_for(ranks, time.monotonic() + wait)
+    os.close(ranks)
+    if not is_free:
+        raise ConfigError(
+            f"run.dir={folder}: ranks of a run that has ended still work there; end them or choose another folder"
+        )
 
 
 def join_folder(folder: Path) -> int:

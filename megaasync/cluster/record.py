@@ -59,9 +59,9 @@ def environment_record(package: Path) -> dict[str, Any]:
 
 
 def code_hash(package: Path) -> str:
-    """Of every Python and YAML file of the package, names included."""
+    """Of every Python file of the package, names included; the same for a checkout and for what is installed of it."""
     found = hashlib.sha256()
-    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".yaml")):
+    for path in sorted(package.rglob("*.py")):
         found.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]
 

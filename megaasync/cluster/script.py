@@ -7,6 +7,8 @@ from pathlib import Path
 
 from megaasync.config.schema import SlurmCluster
 
+REQUEUE = ".requeue"  # in the run folder: the run ended to be started again
+ENDED = ".ended"  # there: status of the rank that ended first, and whether that is `final`
 _SIGNALLED = "USR1"
 
 
@@ -79,7 +81,7 @@ def _directives(job: Job) -> list[str]:
         # %A and %a in an array, %j else; a job that is queued again goes on in the same log
         "output": f"{str(job.folder).replace('%', '%%')}/slurm-{'%A_%a' if job.is_array else '%j'}.log",
         "open-mode": "append",
-        "signal": f"{_SIGNALLED}@{cluster.signal_seconds}" if cluster.time is not None else None,
+        "signal": f"{_SIGNALLED}@{cluster.signal_seconds}",
     }
     lines = [f"#SBATCH --{name}={_in_directive(str(value))}" for name, value in values.items() if value is not None]
     lines.append("#SBATCH --requeue" if cluster.requeue else "#SBATCH --no-requeue")
@@ -140,6 +142,8 @@ def render_script(job: Job) -> str:
     srun_options, before_python = _container(job)
     set_up = [*cluster.setup, *(f"export {name}={shlex.quote(str(value))}" for name, value in cluster.env.items())]
     step = [
+        # srun does not take it from sbatch
+        *([] if cluster.cpus_per_task is None else [f"    --cpus-per-task={cluster.cpus_per_task} \\"]),
         *(f"    {shlex.quote(option)} \\" for option in srun_options),
         f'    {" ".join([*map(shlex.quote, before_python), job.python])} -m megaasync.pretrain "${{overrides[@]}}"',
     ]
@@ -171,16 +175,30 @@ def render_script(job: Job) -> str:
 
 
 def _step_lines(job: Job, step: list[str]) -> list[str]:
-    srun = ["srun --kill-on-bad-exit=1 \\", *step, "status=$?"]
+    again = [
+        "# Queued or started again, the run goes on from its own newest checkpoint, whatever it was begun from",
+        "goes_on() { overrides+=(checkpoint.resume=auto); }",
+        'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then goes_on; fi',
+        "",
+    ]
+    srun = [
+        f'rm -f "$run_dir/{REQUEUE}" "$run_dir/{ENDED}"',
+        "srun --kill-on-bad-exit=1 \\",
+        *step,
+        "status=$? verdict=again",
+        "# srun tells the highest status of its tasks; the rank that ended first has written down its own",
+        f'if [ -s "$run_dir/{ENDED}" ]; then read -r status verdict < "$run_dir/{ENDED}"; fi',
+    ]
     if not job.max_restarts:
-        return ["# The ranks, one per task. A rank that fails ends the others.", *srun]
+        return [*again, "# The ranks, one per task. A rank that fails ends the others.", *srun]
     return [
+        *again,
         "# The ranks, one per task. A rank that fails ends the others; then all start again from the last checkpoint,",
-        f"# at most {job.max_restarts} times (run.max_restarts). Wrong input (2) and a stop (130) are not tried again.",
+        f"# at most {job.max_restarts} times (run.max_restarts): not after wrong input, a stop, or numbers gone bad.",
         f"for attempt in $(seq 0 {job.max_restarts}); do",
+        '    if [ "$attempt" -gt 0 ]; then goes_on; fi',
         *(f"    {line}" for line in srun),
-        '    case "$status" in 0 | 2 | 130) break ;; esac',
-        '    [ -e "$run_dir/.requeue" ] && break',
+        f'    if [ "$status" -eq 0 ] || [ "$verdict" = final ] || [ -e "$run_dir/{REQUEUE}" ]; then break; fi',
         "done",
     ]
 
@@ -188,12 +206,13 @@ def _step_lines(job: Job, step: list[str]) -> list[str]:
 def _requeue_lines(job: Job) -> list[str]:
     if not job.cluster.requeue:
         return []
+    number = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if job.is_array else "$SLURM_JOB_ID"
     return [
         "# Told to save and end (SIGUSR1, before the time limit or by scancel --signal=USR1): queue the job again. It",
         "# goes on in the same folder from its last checkpoint.",
-        'if [ -e "$run_dir/.requeue" ]; then',
-        '    rm -f "$run_dir/.requeue"',
+        f'if [ -e "$run_dir/{REQUEUE}" ]; then',
+        f'    rm -f "$run_dir/{REQUEUE}"',
         '    echo "saved; queued again"',
-        '    scontrol requeue "$SLURM_JOB_ID" && exit 0',
+        f'    scontrol requeue "{number}" && exit 0',
         "fi",
     ]

@@ -300,6 +300,12 @@ def _check_slurm(config: TrainConfig, cluster: SlurmCluster) -> None:
             f"cluster.time={cluster.time}: cannot be read; give minutes, hours:minutes:seconds or "
             "days-hours:minutes:seconds, in quotes, as in 'cluster.time=\"24:00:00\"'"
         )
+    limit = None if cluster.time is None else _seconds(str(cluster.time))
+    if limit is not None and cluster.signal_seconds > limit / 2:
+        raise ConfigError(
+            f"cluster.signal_seconds={cluster.signal_seconds}: comes before training does at cluster.time="
+            f"{cluster.time}; set at most half of it, {limit // 2}"
+        )
     if cluster.requeue and config.checkpoint.interval is None:
         raise ConfigError(
             "cluster.requeue=true: the job goes on from a checkpoint, but checkpoint.interval=null makes none; set "
@@ -308,6 +314,19 @@ def _check_slurm(config: TrainConfig, cluster: SlurmCluster) -> None:
     for line in cluster.extra_sbatch:
         if not re.fullmatch(r"--?[A-Za-z][^\n]*", line):
             raise ConfigError(f"cluster.extra_sbatch: {line!r} is no option of sbatch; give one as in --gres=gpu:8")
+
+
+def _seconds(time: str) -> int:
+    """Of a time as sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, minutes, seconds = 0, parts[0], parts[1] if len(parts) == 2 else 0
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _check_container(cluster: SlurmCluster | DockerCluster) -> None:

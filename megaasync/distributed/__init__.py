@@ -1,5 +1,11 @@
 """Who am I, who are my peers: process group and point-to-point channels."""
 
+from megaasync.config import ConfigError
+
+
+class DeviceError(ConfigError):
+    """A rank has no device of its own; says on which host, since the other ranks may have one."""
+
 
 class TransportError(RuntimeError):
     """A message or collective did not come: the peer is hung, slow or gone.

@@ -1,13 +1,13 @@
 """The process group and the device of one rank."""
 
+import socket
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megaasync.config.schema import ConfigError
-from megaasync.distributed import TransportError
+from megaasync.distributed import DeviceError, TransportError
 from megaasync.distributed.environment import RankEnvironment, cpu_count, prepare_cuda
 
 _MEETING_TIMEOUT = timedelta(minutes=5)  # containers and imports take different times on different hosts
@@ -17,17 +17,19 @@ def choose_device(name: str, *, local_rank: int) -> torch.device:
     """The device that `device=` means on this rank.
 
     Raises:
-        ConfigError: cuda was asked for and is not there.
+        DeviceError: cuda was asked for and is not there; names the host.
     """
     prepare_cuda()
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("device=cuda: torch sees no CUDA device on this host; set device=cpu")
+        raise DeviceError(
+            f"device=cuda: torch sees no CUDA device on {socket.gethostname()}; look at its driver, or set device=cpu"
+        )
     if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device={name}: rank {local_rank} of this host has no GPU of its own (there are "
-            f"{torch.cuda.device_count()}); start at most one rank per GPU"
+        raise DeviceError(
+            f"device={name}: rank {local_rank} of {socket.gethostname()} has no GPU of its own (there are "
+            f"{torch.cuda.device_count()}); start at most one rank per GPU, or look at the host's driver"
         )
     return torch.device("cuda", local_rank)
 

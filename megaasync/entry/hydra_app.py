@@ -174,10 +174,12 @@ def run_app(task: Callable[[dict[str, Any]], None]) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
                 signal.signal(number, on_interrupt)
-        with tempfile.TemporaryDirectory() as scratch:
-            if is_sweep:  # Hydra writes its own record of a sweep; every run has its config.yaml
-                sys.argv.append(f"hydra.sweep.dir={scratch}")
+        if not is_sweep:
             app()
+        else:  # Hydra writes its own record of a sweep; every run has its config.yaml
+            with tempfile.TemporaryDirectory() as scratch:
+                sys.argv.append(f"hydra.sweep.dir={scratch}")
+                app()
     except KeyboardInterrupt:
         fail("interrupted", status=INTERRUPTED_STATUS)
     except Exception as error:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from megaasync.checkpoint.folders import look_at, newest, read_meta, remove_leftovers, set_aside_newer
-from megaasync.checkpoint.run_lock import lock_folder
+from megaasync.checkpoint.run_lock import lock_folder, wait_for_ranks
 from megaasync.checkpoint.settings import check_settings
 from megaasync.config import ConfigError, TrainConfig
 from megaasync.observe.run_files import read_metrics, write_text
@@ -71,8 +71,7 @@ class Claim:
         Raises:
             ConfigError: ranks still work there.
         """
-        os.close(self.lock)
-        self.lock = lock_folder(self.folder)
+        wait_for_ranks(self.folder)
         found = newest(self.folder / "checkpoints")
         self.resume = self.resume if found is None else found.path
         _go_back(self.folder, 0 if self.resume is None else read_meta(self.resume)["step"])
@@ -104,13 +103,14 @@ def claim_run_folder(config: TrainConfig, plain: Mapping[str, Any], *, label: st
         make_run_folder(wanted, label=label)  # says why not
     lock = lock_folder(folder)
     try:
-        root = folder / "checkpoints"
-        if chosen is not None and chosen.parent != root:
+        own = chosen if chosen is not None and chosen.parent == folder / "checkpoints" else None
+        if chosen is not None and own is None and _begun_from(folder) != chosen:
             raise ConfigError(
                 f"run.dir={config.run.dir}: holds a run already, and checkpoint.resume={wish} is not of it; choose "
                 "another folder"
             )
-        resume, step = chosen or _where_to_go_on(config, plain, folder), 0
+        remove_leftovers(folder / "checkpoints")
+        resume, step = own or where_to_go_on(config, plain, folder), 0
         if resume is not None:  # before anything of the run is touched
             meta = read_meta(resume)
             check_settings(meta, plain, resume, override=config.checkpoint.override)
@@ -130,15 +130,31 @@ def _go_back(folder: Path, step: int) -> None:
     _forget_after(folder, step)
 
 
-def _where_to_go_on(config: TrainConfig, plain: Mapping[str, Any], folder: Path) -> Path | None:
-    """The newest complete checkpoint, or None to begin again a run that was lost before its first one.
+def _begun_from(folder: Path) -> Path | None:
+    """The checkpoint that the run in a folder was begun from; None if it was none."""
+    starts = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "start"]
+    name = starts[0]["checkpoint"] if starts else None
+    return None if name is None else Path(name)
+
+
+def where_to_go_on(config: TrainConfig, plain: Mapping[str, Any], folder: Path) -> Path | None:
+    """The newest complete checkpoint of the run in a folder, else what it was begun from; only looks.
+
+    None to begin again a run that was lost before its first checkpoint.
 
     Raises:
         ConfigError: the folder holds another run, or this one complete.
     """
-    remove_leftovers(folder / "checkpoints")
     found = newest(folder / "checkpoints")
     if found is None:
+        first = _begun_from(folder)
+        if first is not None and look_at(first).is_complete:
+            return first
+        if first is not None:
+            raise ConfigError(
+                f"run.dir={config.run.dir}: the run in it was begun from {first}, which is no longer whole; choose "
+                "another folder, and another checkpoint.resume"
+            )
         if config.checkpoint.interval is None or not _is_same_run(folder, plain):
             raise ConfigError(
                 f"run.dir={config.run.dir}: holds a run already (metrics.jsonl) and no whole checkpoint of it; choose "

@@ -43,7 +43,7 @@ class RankFailed(RuntimeError):
 
     Attributes:
         is_user_error: a wrong config, file or environment.
-        is_fault: not a wrong config and nothing that training came to, so that another try may go well.
+        is_fault: not a wrong config and nothing that training or the user came to, so another try may go well.
         details: traceback and last actions, may be empty.
     """
 
@@ -276,7 +276,9 @@ def _wait_for(
         if cause.is_fault:
             lasts = [f"  {name}: {watch.describe(rank)}" for rank, name in enumerate(names)]
             details = "\n".join([details, "last action of each rank:", *lasts]).lstrip()
-        raise RankFailed(cause.error, is_user_error=cause.is_user_error, is_fault=cause.is_fault, details=details)
+        raise RankFailed(
+            cause.error, is_user_error=cause.is_user_error, is_fault=cause.is_fault and not interrupts, details=details
+        )
     for process in processes:
         process.join()
     return [ended[rank].value for rank in range(len(processes))]

@@ -7,6 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from megaasync.cluster.script import REQUEUE
 from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import TrainConfig
 from megaasync.models.flops import utilisation
@@ -21,7 +22,6 @@ from megaasync.train.plan import main_schedule, make_plan, render_plan
 from megaasync.train.trainer import TrainOutcome
 
 _STEPS_DRAWN = 3
-REQUEUE = ".requeue"  # tells the batch script that the run ended to be started again
 
 
 class RunOutput:
@@ -40,7 +40,7 @@ class RunOutput:
         self._spikes = SpikeWatch(config.logging.spike_threshold)
         for row in read_metrics(folder / "metrics.jsonl"):  # of the run that goes on
             if row["kind"] == "train":
-                self._spikes.look(row["loss"])
+                self._spikes.look(float(row["loss"]))  # "nan" is written as text
 
     def __enter__(self) -> "RunOutput":
         return self
@@ -114,7 +114,7 @@ class RunOutput:
         rows = read_metrics(self._folder / "metrics.jsonl")
         write_text(self._folder / "report.html", self._report(summary, rows, outcome.timeline))
         write_json(self._folder / "summary.json", summary)
-        if outcome.is_to_go_on:
+        if outcome.is_to_go_on and outcome.status == "interrupted":
             (self._folder / REQUEUE).touch()
         self._progress.say(
             f"{outcome.status} after {outcome.steps} steps: validation loss {show(outcome.val_loss)}, "

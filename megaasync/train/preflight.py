@@ -8,8 +8,9 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megaasync.cluster.record import code_hash, config_hash
 from megaasync.config.schema import ConfigError, TrainConfig
 from megaasync.distributed.environment import RankEnvironment
 
-_CLOCK_SECONDS = 5.0  # apart from rank 0's; more makes file times and time limits lie
+_CLOCK_SECONDS = 5.0  # apart from the middle one; more makes file times and time limits lie
 _CACHE_BYTES = 64 * 2**20
 _MESSAGE_BYTES = 8 * 2**20
 _ROUNDS = 3
@@ -39,7 +40,7 @@ class Facts:
         clock: `time.time` at about the same moment on all ranks.
         run_free, cache_free: bytes free in the run folder and in the data cache; None where there is none of them.
         devices: GPUs that torch sees.
-        ring, all_to_all: bytes per second that this rank sent.
+        pair, ring, all_to_all: bytes per second that this rank sent, see `_bandwidths`.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Facts:
     run_free: int | None
     cache_free: int | None
     devices: int
+    pair: float
     ring: float
     all_to_all: float
 
@@ -88,7 +90,7 @@ def _odd_ones(facts: Sequence[Facts], name: str, expected: str | None) -> list[s
 def problems(facts: Sequence[Facts], needs: Needs) -> list[str]:
     """What is wrong, a line each, with the node's name and the remedy; empty if nothing is."""
     found = _odd_ones(facts, "code", needs.code) + _odd_ones(facts, "config", needs.config)
-    seen = set()
+    seen, now = set(), statistics.median(fact.clock for fact in facts)
     for fact in facts:
         if fact.host in seen:
             continue
@@ -107,10 +109,9 @@ def problems(facts: Sequence[Facts], needs: Needs) -> list[str]:
             found.append(
                 f"{fact.host}: {fact.cache_free / 2**20:.0f} MiB free in data.cache_dir; make room, or set another"
             )
-        if abs(fact.clock - facts[0].clock) > _CLOCK_SECONDS:
+        if abs(fact.clock - now) > _CLOCK_SECONDS:
             found.append(
-                f"{fact.host}: its clock is {fact.clock - facts[0].clock:+.0f} s from that of {facts[0].host}; "
-                "synchronise it (chrony, ntp)"
+                f"{fact.host}: its clock is {fact.clock - now:+.0f} s from the middle one; synchronise it (chrony, ntp)"
             )
     return found
 
@@ -120,44 +121,58 @@ def describe(facts: Sequence[Facts]) -> list[str]:
     hosts: dict[str, list[Facts]] = {}
     for fact in facts:
         hosts.setdefault(fact.host, []).append(fact)
-    ring = {host: min(fact.ring for fact in mine) for host, mine in hosts.items()}
-    exchange = {host: min(fact.all_to_all for fact in mine) for host, mine in hosts.items()}
-    middle = statistics.median(ring.values()), statistics.median(exchange.values())
-    lines = []
-    for host, mine in hosts.items():
-        is_slow = ring[host] * _SLOW < middle[0] or exchange[host] * _SLOW < middle[1]
-        lines.append(
-            f"preflight  {host}: {len(mine)} rank(s), ring {ring[host] / 1e9:.3g} GB/s, all-to-all "
-            f"{exchange[host] / 1e9:.3g} GB/s per rank, clock {mine[0].clock - facts[0].clock:+.1f} s"
-            + ("   <- WARNING: much slower than the others" if is_slow else "")
-        )
-    return lines
+    slowest = {host: min(mine, key=lambda fact: fact.pair) for host, mine in hosts.items()}
+    middle = statistics.median(fact.pair for fact in slowest.values())
+    now = statistics.median(fact.clock for fact in facts)
+    return [
+        f"preflight  {host}: {len(mine)} rank(s), GB/s per rank: neighbour {slowest[host].pair / 1e9:.3g}, ring "
+        f"{min(fact.ring for fact in mine) / 1e9:.3g}, all-to-all {min(fact.all_to_all for fact in mine) / 1e9:.3g}; "
+        f"clock {mine[0].clock - now:+.1f} s"
+        + ("   <- WARNING: much slower than the others" if slowest[host].pair * _SLOW < middle else "")
+        for host, mine in hosts.items()
+    ]
 
 
-def _bandwidths(device: torch.device) -> tuple[float, float]:
-    """Bytes per second sent by this rank in a ring and in an all-to-all of all ranks."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+def _bandwidths(device: torch.device, environment: RankEnvironment) -> tuple[float, float, float]:
+    """Bytes per second that this rank sends: to a neighbour node, in a ring and in an all-to-all of all ranks.
+
+    In the last two everybody waits for the slowest. To tell which node that is, ranks also exchange in pairs, first
+    with the node after and then with the one before or the other way round, and the better one counts: a good node has
+    a good neighbour on one side, a bad node has none.
+    """
+    rank, size = environment.rank, environment.world_size
     out = torch.zeros(max(_MESSAGE_BYTES // size, 1) * size, dtype=torch.uint8, device=device)
     into = torch.empty_like(out)
 
-    def ring() -> None:
-        sends = [dist.P2POp(dist.isend, out, (rank + 1) % size), dist.P2POp(dist.irecv, into, (rank - 1) % size)]
-        for work in dist.batch_isend_irecv(sends):
+    def exchange(to: int, source: int) -> None:
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, to), dist.P2POp(dist.irecv, into, source)]):
             work.wait()
 
-    def all_to_all() -> None:
-        dist.all_to_all_single(into, out)
+    def seconds(act: Callable[[], None] | None) -> float:
+        """Of one exchange, all ranks beginning together; those without one only begin."""
+        found = []
+        for _ in range(1 + _ROUNDS):  # the first one makes the connections
+            dist.all_reduce(torch.zeros(1, device=device))
+            start = time.perf_counter()
+            if act is not None:
+                act()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            found.append(time.perf_counter() - start)
+        return statistics.median(found[1:])
 
-    found = []
-    for exchange in (ring, all_to_all):
-        exchange()  # makes the connections
-        start = time.perf_counter()
-        for _ in range(_ROUNDS):
-            exchange()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(_ROUNDS * out.numel() / (time.perf_counter() - start))
-    return found[0], found[1]
+    span = environment.local_world_size if size > environment.local_world_size else 1
+    is_even = rank // span % 2 == 0
+    pairs = []
+    for after in (is_even, not is_even):
+        peer = rank + span if after else rank - span
+        if 0 <= peer < size:
+            pairs.append(seconds(partial(exchange, peer, peer)))
+        else:
+            seconds(None)
+    ring = seconds(partial(exchange, (rank + 1) % size, (rank - 1) % size))
+    all_to_all = seconds(lambda: dist.all_to_all_single(into, out))
+    return tuple(out.numel() / one for one in (min(pairs, default=ring), ring, all_to_all))
 
 
 def _free(path: Path | None) -> int | None:
@@ -193,19 +208,21 @@ def preflight(
         ConfigError: on every rank, with all that is wrong.
     """
     cache = getattr(config.data, "cache_dir", None)
-    ring, all_to_all = _bandwidths(device)
+    pair, ring, all_to_all = _bandwidths(device, environment)
     dist.all_reduce(torch.zeros(1, device=device))  # all ranks are here: their clocks can be compared
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    clock = time.time()
     mine = Facts(
         environment.rank,
         socket.gethostname(),
         code_hash(Path(__file__).parents[1]),
         config_hash(plain),
-        time.time(),
+        clock,
         _free(folder),
         _free(None if cache is None else Path(cache).expanduser()),
         torch.cuda.device_count(),
+        pair,
         ring,
         all_to_all,
     )
@@ -214,12 +231,17 @@ def preflight(
     kept = len(list(folder.glob("checkpoints/step_*")))
     new = max(config.checkpoint.keep + 1 - kept, 1) if config.checkpoint.interval is not None else 0
     parameters = launched.get("total_parameters", 0)
+    is_new = not kept  # a run that goes on may do so with mended code; then only the nodes must agree
     needs = Needs(
-        launched.get("code_hash"),
-        launched.get("config_hash"),
+        launched.get("code_hash") if is_new else None,
+        launched.get("config_hash") if is_new else None,
         run_bytes=new * parameters * _STATE_BYTES,
         devices=config.cluster.gpus_per_node if config.device != "cpu" else None,
     )
     if wrong := problems(facts, needs):
         raise ConfigError("preflight: " + "; ".join(wrong))
-    return describe(facts)
+    changed = [
+        name for name in ("code", "config") if launched.get(f"{name}_hash", getattr(mine, name)) != getattr(mine, name)
+    ]
+    note = [f"preflight  the {' and the '.join(changed)} changed since the launch"] if changed else []
+    return describe(facts) + note

@@ -181,7 +181,9 @@ class Trainer:
         """Begin a checkpoint; the pipeline is empty."""
         if self._checkpoints is not None and self._checkpoints.is_due(done):
             start = perf_counter()
-            self.executor.notes.begin("a checkpoint", seconds=_PATIENCE_SECONDS)
+            self._wait_for_save()  # of the one before
+            is_async = self._config.checkpoint.async_save
+            self.executor.notes.begin("a checkpoint", seconds=0.0 if is_async else _PATIENCE_SECONDS)
             if not self.executor.has_finite_masters():
                 raise TrainingError(
                     f"step {done}: the weights are not finite, so no checkpoint was made of them; try a lower "

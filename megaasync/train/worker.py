@@ -71,7 +71,9 @@ def run_rank(
     Returns:
         completed or interrupted.
     """
-    device = choose_device(config.device, local_rank=environment.local_rank)
+    # a node that has lost its GPUs must not quietly go on without
+    wants_gpu = isinstance(config.cluster, SlurmCluster) and config.cluster.gpus_per_node and config.device == "auto"
+    device = choose_device("cuda" if wants_gpu else config.device, local_rank=environment.local_rank)
     join_group(environment, device=device, timeout=timedelta(seconds=config.parallel.timeout_seconds))
     folder, resume = _as_rank_0_says((folder, resume))
     with suppress(OSError):  # a folder that only rank 0 sees cannot be guarded from here

@@ -120,11 +120,33 @@ def test_a_nan_on_one_data_rank_of_the_last_stage(tmp_path, policy):
     if policy == "skip":
         assert status == 0, err
         assert [row.get("skipped", 0) for row in metrics(folder)] == [0] * 3 + [1] * 9
+        ran = pretrain(*RECIPE, *STEPS, f"train.on_nonfinite={policy}", "train.steps=14", cwd=tmp_path)
+        assert ran.status == 0, ran.err  # with a row whose loss is no number in its past
         return
     assert status == 1 and "step 4: " in err.strip().splitlines()[-1] and "restart" not in err, err
     assert [row["step"] for row in metrics(folder)][-1] <= 4
     saved = checkpoints_in(folder / "checkpoints")
     assert [one.step for one in saved] == [1, 2, 3] and all(one.is_complete for one in saved)
+
+
+@pytest.mark.slow("survive")
+def test_a_run_that_was_told_to_end_is_not_begun_again(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megaasync.pretrain", *RECIPE, "train.steps=100000", *STEPS[1:], "run.max_restarts=2",
+         "checkpoint.interval=1000"],
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_for_step(tmp_path / "run", 3, process)
+        os.kill(ranks_of(process)[-1], signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode in (1, 130) and "restart" not in err, err
+        assert len(metrics(tmp_path / "run", "start")) == 1
+    finally:
+        if processes_of(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow("survive")

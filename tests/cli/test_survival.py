@@ -318,6 +318,25 @@ def test_an_explicit_checkpoint_wins_over_a_newer_one(tmp_path, with_two):
     assert numbers(tmp_path / "run") == before
 
 
+def test_a_run_begun_from_anothers_checkpoint_goes_on_from_its_own(tmp_path, with_two):
+    """The same command again, as a job that is queued again gives it; before its first checkpoint from the other's."""
+    begun_from = with_two / "step_00000004"
+    command = [*RECIPE, f"checkpoint.resume={begun_from}", "checkpoint.interval=1000", "run.dir=other"]
+    for steps, expected in ((6, 4), (8, 6)):
+        ran = pretrain(*command, f"train.steps={steps}", cwd=tmp_path)
+        assert ran.status == 0, ran.err
+        assert metrics(tmp_path / "other", "start")[-1]["step"] == expected
+    assert numbers(tmp_path / "other") == numbers(tmp_path / "run")[4:]
+    shutil.rmtree(tmp_path / "other" / "checkpoints")
+    ran = pretrain(*command, "train.steps=8", "checkpoint.resume=auto", cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    assert metrics(tmp_path / "other", "start")[-1] == metrics(tmp_path / "other", "start")[0]
+    shutil.rmtree(tmp_path / "other" / "checkpoints")
+    shutil.rmtree(begun_from)
+    ran = pretrain(*RECIPE, "run.dir=other", "train.steps=8", cwd=tmp_path)
+    assert ran.status == 2 and f"was begun from {begun_from}, which is no longer whole" in ran.message
+
+
 def test_a_refused_resume_touches_nothing(tmp_path, with_two):
     def content():
         return {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}

@@ -32,9 +32,12 @@ import json, os, pathlib, sys
 calls = pathlib.Path(os.environ["CALLS"])
 with calls.open("a") as file:
     file.write(json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ)}}) + "\\n")
+run = pathlib.Path(next(one for one in sys.argv if one.startswith("run.dir=")).split('"')[1])
 if (calls.parent / "marks").exists():
-    pathlib.Path(sys.argv[-1].split('"')[1], ".requeue").touch()
+    (run / ".requeue").touch()
 statuses = os.environ.get("STATUSES", "0").split(",")
+if "ENDED" in os.environ:
+    (run / ".ended").write_text(os.environ["ENDED"] + "\\n")
 sys.exit(int(statuses[min(len(calls.read_text().splitlines()), len(statuses)) - 1]))
 """
 
@@ -174,13 +177,37 @@ def test_the_exit_code_is_kept(tmp_path, status):
     assert run_script(job_of(tmp_path), tmp_path, STATUSES=str(status))[0] == status
 
 
+def test_the_status_of_the_rank_that_ended_first_counts(tmp_path):
+    """srun tells 143 when it has ended the others."""
+    (tmp_path / ".ended").write_text("7 final\n")  # of an earlier time
+    assert run_script(job_of(tmp_path), tmp_path, STATUSES="143")[0] == 143
+    assert run_script(job_of(tmp_path), tmp_path, STATUSES="143", ENDED="2 final")[0] == 2
+
+
 @pytest.mark.parametrize(
-    ("statuses", "tries", "status"),
-    [("1,1,1,1", 3, 1), ("1,0", 2, 0), ("2,0", 1, 2), ("130,0", 1, 130), ("0", 1, 0), ("143,143,0", 3, 0)],
+    ("statuses", "ended", "tries", "status"),
+    [
+        ("1,1,1,1", None, 3, 1),
+        ("1,0", None, 2, 0),
+        ("143,143,0", None, 3, 0),
+        ("143", "1 again", 3, 1),
+        ("143", "2 final", 1, 2),
+        ("143", "130 final", 1, 130),
+        ("143", "1 final", 1, 1),
+        ("0", None, 1, 0),
+    ],
 )
-def test_a_failed_step_is_tried_again_within_the_job(tmp_path, statuses, tries, status):
-    found, calls, _ = run_script(job_of(tmp_path, max_restarts=2), tmp_path, STATUSES=statuses)
+def test_a_failed_step_is_tried_again_within_the_job(tmp_path, statuses, ended, tries, status):
+    env = {} if ended is None else {"ENDED": ended}
+    found, calls, _ = run_script(job_of(tmp_path, max_restarts=2), tmp_path, STATUSES=statuses, **env)
     assert (found, len(calls)) == (status, tries)
+    assert [call["argv"][-1] == "checkpoint.resume=auto" for call in calls] == [False, True, True][:tries]
+
+
+def test_a_job_that_was_queued_again_goes_on_from_its_own_checkpoint(tmp_path):
+    job = job_of(tmp_path, "checkpoint.resume=/elsewhere/step_00000100")
+    assert run_script(job, tmp_path)[1][0]["argv"][-1].startswith("run.dir=")
+    assert run_script(job, tmp_path, SLURM_RESTART_COUNT="1")[1][0]["argv"][-1] == "checkpoint.resume=auto"
 
 
 def test_a_run_that_is_to_go_on_is_queued_again_and_its_mark_goes(tmp_path):
@@ -190,6 +217,22 @@ def test_a_run_that_is_to_go_on_is_queued_again_and_its_mark_goes(tmp_path):
     assert not (tmp_path / ".requeue").exists()
     status, _, asked = run_script(job_of(tmp_path, requeue=False), tmp_path, STATUSES="130")
     assert status == 130 and asked.count("requeue") == 1, "cluster.requeue=false was not heeded"
+
+
+def test_an_old_mark_does_not_queue_a_failed_job_again(tmp_path):
+    (tmp_path / ".requeue").touch()
+    status, _, asked = run_script(job_of(tmp_path), tmp_path, STATUSES="2")
+    assert status == 2 and "requeue" not in asked
+
+
+def test_a_task_of_an_array_queues_itself_again_and_not_the_others(tmp_path):
+    (tmp_path / "marks").touch()
+    runs = tuple(JobRun(tmp_path / str(n), ()) for n in range(3))
+    for run in runs:
+        run.folder.mkdir()
+    env = {"SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "43"}
+    _, _, asked = run_script(job_of(tmp_path, runs=runs), tmp_path, STATUSES="130", **env)
+    assert "requeue 42_1\n" in asked
 
 
 def test_an_array_takes_the_run_of_its_number(tmp_path):
@@ -261,6 +304,11 @@ WRONG = [
     ({"tasks_per_node": 2, "gpus_per_node": 1}, "cluster.tasks_per_node=2: every rank needs a GPU"),
     ({"nodes": 2}, "cluster.nodes=2: 2 x 2 ranks per node, .* = 2 ranks"),
     ({"time": "one day"}, "cluster.time=one day: cannot be read; give minutes"),
+    (
+        {"time": 2, "signal_seconds": 120},
+        "cluster.signal_seconds=120: comes before .* cluster.time=2; set .* half .* 60",
+    ),
+    ({"time": "1-00:00", "signal_seconds": 43201}, "cluster.signal_seconds=43201: .* 43200"),
     ({"signal_seconds": 0}, "cluster.signal_seconds=0: must be at least 1"),
     ({"mounts": ["/data"]}, "cluster.mounts: '/data' cannot be read; give host:container"),
     ({"mounts": ["/a,b:/c"]}, "cluster.mounts: '/a,b:/c' cannot be read"),
@@ -332,7 +380,7 @@ def test_launch_without_slurm_or_with_a_refusal_says_so(tmp_path, monkeypatch):
         ([*SLURM, "cluster.nodes=2"], ["cluster.nodes=2", "parallel.data=auto"]),
         ([*SLURM, "cluster.partitoin=x"], ["cluster.partitoin", "did you mean cluster.partition"]),
         ([*SLURM, "run.dir=/proc/x"], ["run.dir=/proc/x", "all nodes see"]),
-        (["-m", *SLURM, "cluster.time=1,2"], ["same cluster.* keys"]),
+        (["-m", *SLURM, "cluster.time=100,200"], ["same cluster.* keys"]),
     ],
     ids=lambda v: v[-1],
 )

@@ -144,4 +144,34 @@ def test_a_sweep_is_an_array_with_a_folder_per_run(tmp_path, slurm):
     lrs = [metrics(runs / str(number))[-1]["lr"] for number in range(3)]
     assert lrs == [0.001, 0.002, 0.004], logs(runs)
     assert all(summary(runs / str(number))["status"] == "completed" for number in range(3))
+    assert [slurm.state(f"{job}_{number}")["Restarts"] for number in range(3)] == ["0"] * 3
     assert len({metrics(runs / str(number))[-1]["loss"] for number in range(3)}) == 3
+
+
+def test_one_run_of_an_array_is_queued_again_without_the_others(tmp_path, slurm):
+    arguments = ["-m", "optimizer.lr=0.001,0.002", "train.steps=2000", "checkpoint.interval=1000", "run.dir=runs"]
+    job = job_of(launch(slurm, *arguments, cwd=tmp_path))
+    runs = tmp_path / "runs"
+    wait_for_step(runs / "0", 3)
+    slurm("scancel", "--signal=USR1", f"{job}_0")
+    deadline = time.monotonic() + 120
+    while "saved; queued again" not in logs(runs):
+        assert time.monotonic() < deadline, logs(runs)
+        time.sleep(0.2)
+    time.sleep(1)
+    assert slurm.state(f"{job}_0")["Restarts"] == "1"
+    assert slurm.state(f"{job}_1")["Restarts"] == "0"
+    slurm("scancel", job)
+
+
+def test_a_wrong_input_that_rank_0_alone_finds_is_the_jobs_status(tmp_path, slurm):
+    """srun ends the other tasks and tells of that; it is not tried again either."""
+    out = launch(slurm, "train.steps=8", "run.dir=run", "run.max_restarts=2", "cluster.submit=false", cwd=tmp_path)
+    assert "not submitted" in out
+    script = tmp_path / "run" / "job.sbatch"
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "start", "step": 0, "checkpoint": null}\n')
+    (tmp_path / "run" / "config.yaml").write_text("another: run\n")
+    job = submit(slurm, script, tmp_path)
+    assert slurm.wait(job) == "FAILED"
+    assert slurm.state(job)["ExitCode"] == "2:0", logs(tmp_path / "run")
+    assert logs(tmp_path / "run").count("holds a run already") == 1

@@ -50,7 +50,7 @@ def test_a_folder_is_held_by_one_and_by_its_ranks(tmp_path):
         lock_folder(tmp_path, wait=0.3)
     rank = join_folder(tmp_path)
     os.close(first)
-    with pytest.raises(ConfigError, match="ranks of a run whose launcher is gone still work there"):
+    with pytest.raises(ConfigError, match="ranks of a run that has ended still work there"):
         lock_folder(tmp_path, wait=0.3)
     os.close(rank)
     os.close(lock_folder(tmp_path, wait=0.3))

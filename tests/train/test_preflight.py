@@ -1,6 +1,7 @@
 """What the preflight finds wrong, and that it names the node."""
 
 import socket
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.support.configs import small_config
 
 GIB = 2**30
 GOOD = [
-    Facts(rank, f"n{rank // 2}", "code", "conf", 1000.0 + rank / 100, 9 * GIB, 9 * GIB, 8, 2e9, 1e9)
+    Facts(rank, f"n{rank // 2}", "code", "conf", 1000.0 + rank / 100, 9 * GIB, 9 * GIB, 8, 3e9, 2e9, 1e9)
     for rank in range(8)
 ]
 NEEDS = Needs("code", "conf", run_bytes=3 * GIB, devices=8)
@@ -32,7 +33,7 @@ def test_good_nodes_pass_and_each_is_described():
     assert problems(GOOD, NEEDS) == []
     lines = describe(GOOD)
     assert len(lines) == 4
-    assert "n3: 2 rank(s), ring 2 GB/s, all-to-all 1 GB/s per rank, clock +0.1 s" in lines[3]
+    assert "n3: 2 rank(s), GB/s per rank: neighbour 3, ring 2, all-to-all 1; clock +0.0 s" in lines[3]
     assert not any("WARNING" in line for line in lines)
 
 
@@ -44,7 +45,7 @@ def test_good_nodes_pass_and_each_is_described():
         ({"devices": 7}, ["n2: torch sees 7 of 8 GPUs", "cluster.exclude=n2"]),
         ({"run_free": GIB}, ["n2: 1.00 GiB free in the run folder, checkpoints need 3.00", "make room"]),
         ({"cache_free": 10}, ["n2: 0 MiB free in data.cache_dir"]),
-        ({"clock": 1060.0}, ["n2: its clock is +60 s from that of n0", "chrony"]),
+        ({"clock": 1060.0}, ["n2: its clock is +60 s from the middle one", "chrony"]),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
 )
@@ -60,7 +61,7 @@ def test_without_a_launch_the_odd_node_is_the_one_unlike_the_others():
 
 
 def test_a_slow_node_is_marked():
-    lines = describe(with_node_2(ring=0.5e9))
+    lines = describe(with_node_2(pair=0.5e9))
     assert ["WARNING" in line for line in lines] == [False, False, True, False]
 
 
@@ -93,14 +94,56 @@ def test_ranks_agree_and_measure(tmp_path):
     launched = {"code_hash": code_hash(Path(module.__file__).parents[1]), "config_hash": config_hash(plain)}
     for lines in spawn_ranks(flying_rank, (config, plain, tmp_path, launched, None), world_size=3):
         (line,) = lines
-        assert line.startswith(f"preflight  {socket.gethostname()}: 3 rank(s), ring ")
-        assert 0.001 < float(line.split("ring ")[1].split()[0]) < 1000
+        assert line.startswith(f"preflight  {socket.gethostname()}: 3 rank(s), GB/s per rank: neighbour ")
+        assert 0.001 < float(line.split("ring ")[1].split(",")[0]) < 1000
     with pytest.raises(RankFailed, match="config hash .*, not the launch's") as caught:
         spawn_ranks(flying_rank, (config, plain, tmp_path, launched, 1), world_size=3)
     assert caught.value.is_user_error
     too_much = {**launched, "total_parameters": 10**15}
     with pytest.raises(RankFailed, match="free in the run folder, checkpoints need"):
         spawn_ranks(flying_rank, (config, plain, tmp_path, too_much, None), world_size=3)
+
+
+def test_a_wrong_clock_at_the_first_node_blames_the_first_node():
+    facts = [replace(fact, clock=940.0) if fact.host == "n0" else fact for fact in GOOD]
+    (found,) = problems(facts, NEEDS)
+    assert found.startswith("n0: its clock is -60 s")
+
+
+def stalling_rank(environment):
+    """Each rank a node of its own, one with a card that stalls."""
+    from megaasync.train import preflight as module
+
+    join_group(environment, device=torch.device("cpu"), timeout=timedelta(seconds=20))
+    if environment.rank == 2:
+        original = module.dist.batch_isend_irecv
+
+        def stalled(operations):
+            time.sleep(0.3)
+            return original(operations)
+
+        module.dist.batch_isend_irecv = stalled
+    found = module._bandwidths(torch.device("cpu"), replace(environment, local_world_size=1))
+    leave_group()
+    return found
+
+
+def test_a_slow_node_is_told_from_its_neighbours():
+    found = spawn_ranks(stalling_rank, (), world_size=5)
+    facts = [
+        Facts(rank, f"n{rank}", "c", "c", 0.0, None, None, 0, *bandwidths) for rank, bandwidths in enumerate(found)
+    ]
+    assert ["WARNING" in line for line in describe(facts)] == [False, False, True, False, False], facts
+
+
+def test_a_changed_code_stops_a_new_run_and_is_told_of_in_one_that_goes_on(tmp_path):
+    config, plain = small_config(parallel__pipeline=2, checkpoint__interval=5), {"train": {"steps": 5}}
+    launched = {"code_hash": "old", "config_hash": config_hash(plain)}
+    with pytest.raises(RankFailed, match="code hash .*, not the launch's old"):
+        spawn_ranks(flying_rank, (config, plain, tmp_path, launched, None), world_size=2)
+    (tmp_path / "checkpoints" / "step_00000005").mkdir(parents=True)
+    lines = spawn_ranks(flying_rank, (config, plain, tmp_path, launched, None), world_size=2)[0]
+    assert lines[-1] == "preflight  the code changed since the launch"
 
 
 def test_a_busy_port_is_named():
