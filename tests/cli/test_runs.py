@@ -350,7 +350,9 @@ def test_a_killed_rank_ends_the_run(tmp_path, long_run):
     _, err = process.communicate(timeout=90)
     assert time.monotonic() - start < 60
     assert process.returncode == 1
-    assert err.strip().splitlines() == ["error: rank 1 (stage 1) died without a word (exit code -9)"]
+    lines = err.strip().splitlines()
+    assert lines[0] == "last action of each rank:" and len(lines) == 4
+    assert lines[-1] == "error: rank 1 (stage 1) died without a word (exit code -9)"
     result = summary(tmp_path / "run")
     assert (result["status"], result["steps"]) == ("failed", len(metrics(tmp_path / "run")))
     assert ranks_of(process) == []

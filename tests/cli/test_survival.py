@@ -170,10 +170,12 @@ def test_a_signal_saves_and_the_run_goes_on_exactly(tmp_path, started, uninterru
 
 
 def test_a_time_limit_saves_before_it_is_reached(tmp_path):
-    began = time.monotonic()
+    began = time.time()
     ran = pretrain(*RECIPE, "train.steps=100000", "train.time_limit=15", "run.dir=run", cwd=tmp_path)
-    assert ran.status == 130 and time.monotonic() - began < 20  # Python, Hydra and the end take their time
+    assert ran.status == 130, ran.err
     (found,) = checkpoints_in(tmp_path / "run" / "checkpoints")[-1:]
+    python_and_hydra = 5  # come before the clock
+    assert 5 < (found.path / MARK).stat().st_mtime - began < 15 + python_and_hydra
     assert found.is_complete and found.step == len(metrics(tmp_path / "run"))
 
 

@@ -69,7 +69,7 @@ def test_the_same_on_more_nodes(tmp_path, nodes):
 def test_wrong_layouts_for_a_cluster(tmp_path):
     for arguments, words in (
         ((*PAPER, "parallel.data=3"), ("cluster.nodes=8", "96 ranks", "parallel.data=auto")),
-        ((*PAPER, "parallel.pipeline=7"), ("parallel.data=auto", "56 does not divide", "64 GPUs")),
+        ((*PAPER, "parallel.pipeline=7"), ("parallel.data=auto", "56 does not divide", "64 ranks")),
         (PAPER[1:], ("cluster=slurm", "dry_run=true")),
     ):
         ran = pretrain(*arguments, cwd=tmp_path)
