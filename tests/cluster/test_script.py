@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from megaasync.cluster.script import Job, JobRun, hydra_quoted, render_script
 from megaasync.cluster.submit import submit
 from megaasync.config import ConfigError, read
 from megaasync.config.schema import DockerCluster, SlurmCluster
-from tests.support.cli import environment
+from tests.support.cli import REPOSITORY, environment
 from tests.support.configs import small_config
 
 PLAIN = {
@@ -392,3 +393,14 @@ def test_wrong_launches_leave_nothing(tmp_path, arguments, words):
     for word in words:
         assert word in message
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_shows_the_script_as_it_is_written(tmp_path):
+    page = (REPOSITORY / "docs" / "cluster.md").read_text()
+    command = page.split("The job. `cluster.submit=false`")[1].split("```bash\n")[1].split("```")[0]
+    words = shlex.split(command.replace("\\\n", " "))
+    done = launch(*words[3:], "cluster.submit=false", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    written = (tmp_path / "runs" / "moe10b" / "job.sbatch").read_text().replace(str(tmp_path), "/shared/me")
+    shown = page.split("## The script that it writes")[1].split("```bash\n")[1].split("```")[0]
+    assert shown.splitlines()[2:] == written.splitlines()[2:]
