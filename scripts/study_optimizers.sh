@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The optimizer study of docs/optimizers.md, from nothing to its tables and pictures: scripts/study_optimizers.sh [study ...]
-# Without arguments every study runs, in about three hours on two cores; what is done already is kept. Results: runs/study.
+# Without arguments every study runs, in about four hours on two cores; what is done already is kept. Results: runs/study.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment

@@ -50,28 +50,17 @@ class Theory:
     steps: int = 800
     delays: tuple[int, ...] = (0, 1, 2, 4, 8)
     problems: tuple[str, ...] = ("quadratic", "momentum", "logistic", "noisy")
-    step_sizes: tuple[float, ...] = (0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
+    step_sizes: tuple[float, ...] = (0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
     seeds: int = 3
     out: str = "runs/theory"
 
 
-class _Shared(list):
-    """A list that all weight versions of a problem write to."""
-
-    def __deepcopy__(self, memo: dict) -> "_Shared":
-        return self
-
-
 class Measured(Problem):
-    """A problem that notes the nuclear norm of its true gradient wherever a gradient is taken."""
+    """A problem with known smoothness."""
 
     smoothness: float  # L: |grad f(X) - grad f(Y)|_nuclear <= L |X - Y|_spectral
     gap: float  # f(start) - inf f
     momentum: float = 0.0
-
-    def __init__(self, start: Tensor) -> None:
-        super().__init__(start)
-        self.norms = _Shared()
 
     @abstractmethod
     def value(self, weight: Tensor) -> Tensor:
@@ -82,11 +71,14 @@ class Measured(Problem):
         return 0.0
 
     def loss(self, weight: Tensor, step: int) -> Tensor:
-        """f with noise; the gradient of f is noted."""
-        point = weight.detach().clone().requires_grad_()
-        (true,) = torch.autograd.grad(self.value(point), point)
-        self.norms.append(torch.linalg.matrix_norm(true, "nuc").item())
+        """f with noise."""
         return self.value(weight) + self.noise(weight, step)
+
+    def norm(self, point: Tensor) -> float:
+        """Nuclear norm of the gradient of f, without noise."""
+        point = point.detach().clone().requires_grad_()
+        (true,) = torch.autograd.grad(self.value(point), point)
+        return torch.linalg.matrix_norm(true, "nuc").item()
 
 
 class Quadratic(Measured):
@@ -163,24 +155,27 @@ class Trial:
 
 
 def run_trial(trial: Trial) -> np.ndarray:
-    """[steps] average over the first t steps of the gradient's nuclear norm."""
+    """[steps] average over the first t steps of the gradient's nuclear norm at z, the iterate that is kept.
+
+    Not where gradients are taken: under error feedback those are points ahead, which nobody evaluates or exports.
+    """
     torch.set_num_threads(1)
     problem = _PROBLEMS[trial.problem](trial.seed)
     muon = MuonConfig(_MUON.name, 0.0, 0.0, problem.momentum, 5, _MUON.betas, _MUON.eps)
     setting = Setting(muon, trial.delay, trial.corrected, trial.step_size / _SCALE, trial.steps)
-    for _ in solve(problem, setting):
-        pass
-    norms = np.array(problem.norms[: trial.steps])
+    norms = [problem.norm(visit.z.view_as(problem.weight)) for visit in solve(problem, setting)]
     return np.cumsum(norms) / np.arange(1, trial.steps + 1)
 
 
-def bound(problem: Measured, *, delay: int, steps: float) -> float:
-    """Of the average nuclear norm, with the best constant step; docs/theory.md.
+def bound(problem: Measured, *, delay: int, corrected: bool, steps: float) -> float:
+    """Of the average nuclear norm at z, with the best constant step; docs/theory.md.
 
-    2 (b / a) sqrt(Delta L (1/2 + 2 d) / T), where Newton-Schulz gives singular values in [a, b].
+    2 (b / a) sqrt(Delta L (1/2 + 2 D) / T), where Newton-Schulz gives singular values in [a, b]; the gradient is taken
+    at most D = d updates away, with error feedback 2 d.
     """
     low, high = _SINGULAR_VALUES
-    return 2 * high / low * math.sqrt(problem.gap * problem.smoothness * (0.5 + 2 * delay) / steps)
+    away = 2 * delay if corrected else delay
+    return 2 * high / low * math.sqrt(problem.gap * problem.smoothness * (0.5 + 2 * away) / steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +187,8 @@ class Curve:
     corrected: bool
     mean: np.ndarray
     deviation: np.ndarray
+    best_step: float  # size, at the end
+    is_inside: bool  # of the step sizes tried
 
     @property
     def rate(self) -> float:
@@ -227,7 +224,13 @@ def measure(theory: Theory) -> list[Curve]:
             for seed in sorted({trial.seed for trial in mine})
         ]
         deviation = np.std(by_seed, axis=0, ddof=1) if len(by_seed) > 1 else np.zeros(theory.steps)
-        curves.append(Curve(*key, np.mean(by_seed, axis=0), deviation))
+        at_end = {
+            size: np.mean([average[-1] for trial, average in mine.items() if trial.step_size == size])
+            for size in theory.step_sizes
+        }
+        best = min(at_end, key=at_end.__getitem__)
+        is_inside = min(theory.step_sizes) < best < max(theory.step_sizes)
+        curves.append(Curve(*key, np.mean(by_seed, axis=0), deviation, best, is_inside))
     return curves
 
 
@@ -235,15 +238,19 @@ def table(theory: Theory, curves: list[Curve]) -> tuple[str, list[dict]]:
     """Markdown, and rows for the CSV file."""
     lines = [
         "| problem | delay | correction | average gradient norm at T | over no delay | bound | bound over no delay | "
-        "fitted exponent of T |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "fitted exponent of T | best step size |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     rows = []
     for curve in curves:
         problem = _PROBLEMS[curve.problem](0)
         base = next(c for c in curves if c.problem == curve.problem and c.delay == min(theory.delays))
-        limit = None if curve.problem in _WITHOUT_BOUND else bound(problem, delay=curve.delay, steps=theory.steps)
-        slower = math.sqrt((0.5 + 2 * curve.delay) / (0.5 + 2 * base.delay))
+        limit = (
+            None
+            if curve.problem in _WITHOUT_BOUND
+            else bound(problem, delay=curve.delay, corrected=curve.corrected, steps=theory.steps)
+        )
+        slower = math.sqrt((0.5 + 2 * curve.delay * (1 + curve.corrected)) / 0.5)
         row = {
             "problem": curve.problem,
             "delay": curve.delay,
@@ -253,8 +260,10 @@ def table(theory: Theory, curves: list[Curve]) -> tuple[str, list[dict]]:
             "deviation": float(curve.deviation[-1]),
             "over_no_delay": float(curve.mean[-1] / base.mean[-1]),
             "bound": limit,
-            "bound_over_no_delay": None if curve.corrected or limit is None else slower,
+            "bound_over_no_delay": None if limit is None else slower,
             "exponent": curve.rate,
+            "step_size": curve.best_step,
+            "step_size_is_inside": curve.is_inside,
         }
         rows.append(row)
         spread = f" ± {row['deviation']:.4f}" if row["deviation"] else ""
@@ -262,7 +271,7 @@ def table(theory: Theory, curves: list[Curve]) -> tuple[str, list[dict]]:
         lines.append(
             f"| {row['problem']} | {row['delay']} | {row['correction']} | {row['norm']:.4f}{spread} | "
             f"{row['over_no_delay']:.2f} | {'' if limit is None else f'{limit:.2f}'} | {of_bound} | "
-            f"{row['exponent']:.2f} |"
+            f"{row['exponent']:.2f} | {row['step_size']:g}{'' if curve.is_inside else ', end of those tried'} |"
         )
     return "\n".join(lines) + "\n", rows
 
@@ -281,10 +290,16 @@ def write_picture(path: Path, name: str, theory: Theory, curves: list[Curve]) ->
         left.plot(times, curve.mean, style, color=colors[curve.delay], linewidth=1.3, label=label)
     if name not in _WITHOUT_BOUND:
         worst = max(theory.delays)
-        left.plot(times, [bound(problem, delay=0, steps=t) for t in times], ":", color="black", label="bound, delay 0")
         left.plot(
             times,
-            [bound(problem, delay=worst, steps=t) for t in times],
+            [bound(problem, delay=0, corrected=False, steps=t) for t in times],
+            ":",
+            color="black",
+            label="bound, delay 0",
+        )
+        left.plot(
+            times,
+            [bound(problem, delay=worst, corrected=False, steps=t) for t in times],
             ":",
             color="gray",
             label=f"bound, delay {worst}",

@@ -174,15 +174,21 @@ def torch_optimizer_rule(target: str, arguments: Mapping[str, Any], *, is_matrix
 
 
 def _trial(
-    factory: type[torch.optim.Optimizer], arguments: Mapping[str, Any], shape: tuple[int, ...], start: float, lr: float
+    factory: type[torch.optim.Optimizer],
+    arguments: Mapping[str, Any],
+    shape: tuple[int, ...],
+    start: float,
+    lr: float,
+    *,
+    part: slice = slice(None),
 ) -> tuple[Tensor, torch.optim.Optimizer, torch.nn.Parameter]:
-    """What three steps move, over lr."""
+    """What three steps move, over lr; of a part of the parameter if it is there alone."""
     generator = torch.Generator().manual_seed(0)
-    weights = start * torch.randn(shape, generator=generator, dtype=torch.float64)
+    weights = start * torch.randn(shape, generator=generator, dtype=torch.float64)[part]
     parameter = torch.nn.Parameter(weights.clone(), requires_grad=False)
     optimizer = make_optimizer(factory, arguments, [parameter], lr=lr)
     for _ in range(3):
-        parameter.grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+        parameter.grad = torch.randn(shape, generator=generator, dtype=torch.float64)[part].clone()
         optimizer.step()
     return (parameter.detach() - weights) / lr, optimizer, parameter
 
@@ -221,6 +227,19 @@ def _anatomy(
                 f"optimizer.target={target}: changes its setting {name!r} as it goes (to {value!r}); only counts of "
                 "steps can be kept"
             )
-    if any(not slot.sides or slot.sides[0] is None for slot in slots) and len(shape) == 1:
+    is_elementwise = not any(not slot.sides or slot.sides[0] is None for slot in slots)
+    if len(shape) == 1 and is_elementwise:  # a norm or mean over the parameter shows when the parts are there alone
+        middle = shape[0] // 2
+        halves = [
+            _trial(factory, arguments, shape, start, 1.0, part=part)[0]
+            for start in (0.0, 1.0)
+            for part in (slice(0, middle), slice(middle, None))
+        ]
+        whole = [moved, others[0]]
+        is_elementwise = all(
+            torch.allclose(torch.cat(halves[2 * i : 2 * i + 2]), one, rtol=1e-9, atol=1e-12)
+            for i, one in enumerate(whole)
+        )
+    if len(shape) == 1 and not is_elementwise:
         raise ConfigError(f"optimizer.target={target}: is not elementwise; set optimizer.elementwise=false")
     return _Anatomy(tuple(slots), tuple(counters), tuple(changed), sees_weights)

@@ -81,6 +81,8 @@ def test_arguments_are_names_and_values():
         ("pytorch_optimizer.SOAP", {}, "keeps 'GG'"),
         ("torch.optim.LBFGS", {}, "a trial with"),
         ("pytorch_optimizer.Prodigy", {}, "changes its setting"),
+        ("torch.optim.Adafactor", {}, "is not elementwise; set optimizer.elementwise=false"),
+        ("pytorch_optimizer.Adan", {"max_grad_norm": 0.1}, "is not elementwise"),
     ],
 )
 def test_what_cannot_be_adapted_is_named(target, arguments, message):

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,30 @@ def test_finished_runs_are_kept_and_unfinished_ones_made_again(studied):
     assert again.returncode == 0 and again.stdout == ran.stdout
 
 
+def assert_is_what_its_labels_say(study, run, config):
+    mode, schedule = run.mode, config.schedule
+    assert (config.correction.name == "error_feedback") == ("EF" in mode)
+    assert (config.correction.name == "taylor") == ("aylor" in mode)
+    if "aylor" in mode:
+        assert config.correction.strength == float(mode.split()[-1])
+    assert (schedule.sync_start_steps > 0) == ("start" in mode)
+    assert (schedule.sync_cooldown_steps > 0) == ("cooldown" in mode)
+    if "growing" in mode:
+        stages = int(run.variation)
+        assert (schedule.name, config.parallel.virtual_stages) == ("interleaved_2bw", stages)
+        assert schedule.delay == tuple(range(stages - 1, -1, -1))
+    else:
+        assert schedule.name == ("1f1b" if mode == "sync" else "2bw") and schedule.delay is None
+    if study == "batch":
+        assert config.train.global_batch_size == int(run.variation)
+        assert config.train.global_batch_size * config.train.steps == 4800
+    if study == "momentum":
+        optimizer = config.optimizer
+        assert (optimizer.momentum if run.optimizer == "muon" else optimizer.betas[0]) == float(run.variation)
+    if study == "time_to_loss" and mode != "sync":
+        assert config.train.steps == round(1200 * float(run.variation))
+
+
 @pytest.mark.parametrize("study", STUDIES)
 def test_every_study_consists_of_valid_runs(study, tmp_path, monkeypatch):
     """Every run's overrides compose to a valid config: found out here, not after an hour."""
@@ -85,7 +110,7 @@ def test_every_study_consists_of_valid_runs(study, tmp_path, monkeypatch):
     runs = runs_of(options)
     assert len({run.label for run in runs}) == len(runs)
     assert len({run.folder for run in runs}) == len({run.overrides for run in runs})
-    seen = set()
+    seen, cells = set(), {}
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         for run in runs:
             key = run.mode, run.variation, run.optimizer
@@ -98,6 +123,14 @@ def test_every_study_consists_of_valid_runs(study, tmp_path, monkeypatch):
             )
             assert config.optimizer.lr == pytest.approx(run.lr) and config.optimizer.weight_decay == 0.1
             assert config.train.seed == run.seed
+            assert_is_what_its_labels_say(study, run, config)
+            cells.setdefault((run.optimizer, run.variation), []).append(config)
+    for configs in cells.values():  # but for what a mode is about, its runs are alike
+        for config in configs[1:] if study != "time_to_loss" else configs[2:]:
+            alike = {"schedule": configs[0].schedule, "correction": configs[0].correction}
+            same_stages = replace(config.parallel, virtual_stages=configs[0].parallel.virtual_stages)
+            first = configs[0] if study != "time_to_loss" else replace(configs[1], **alike)
+            assert replace(config, **alike, parallel=same_stages) == first
             has_delay = not run.mode.startswith("sync")
             assert (config.schedule.name != "1f1b") == has_delay
 
