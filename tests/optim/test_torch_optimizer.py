@@ -87,4 +87,4 @@ def test_arguments_are_names_and_values():
 )
 def test_what_cannot_be_adapted_is_named(target, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        torch_optimizer_rule(target, arguments, is_matrix_rule=True)
+        torch_optimizer_rule(target, arguments, is_matrix_rule="elementwise" not in message)
