@@ -132,8 +132,8 @@ def _go_back(folder: Path, step: int) -> None:
 
 def _begun_from(folder: Path) -> Path | None:
     """The checkpoint that the run in a folder was begun from; None if it was none."""
-    starts = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "start"]
-    name = starts[0]["checkpoint"] if starts else None
+    starts = [row for row in read_metrics(folder / "metrics.jsonl") if row.get("kind") == "start"]
+    name = starts[0].get("checkpoint") if starts else None
     return None if name is None else Path(name)
 
 

@@ -333,7 +333,7 @@ def test_requeue_needs_checkpoints():
 def launch(*arguments, cwd, **env):
     return subprocess.run(
         [sys.executable, "-m", "megaasync.launch", *arguments],
-        cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=60,
+        cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=180,
     )  # fmt: skip
 
 
