@@ -95,7 +95,7 @@ def _prepare(config: TrainConfig, plain: dict[str, Any], *, is_first: bool) -> t
 
 def _write_summary(folder: Path, **facts: str) -> None:
     """The summary of a run that could not write its own, from what metrics.jsonl tells."""
-    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row.get("kind") == "train"]
     last = rows[-1] if rows else {"step": 0, "tokens": 0, "loss": None}
     so_far = {"steps": last["step"], "tokens": last["tokens"], "train_loss": last["loss"]}
     with suppress(OSError):  # a full disk may be why

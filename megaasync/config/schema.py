@@ -572,7 +572,7 @@ class DockerCluster:
 
     Attributes:
         nodes, gpus_per_node, gpu_memory_gib, gpu_tflops, network_gbytes: as of `local`; nodes must be 1.
-        container_image: image to run, as docker/build.sh names it.
+        container_image: image to run, as `docker build -t` named it.
         mounts: as host:container; the working folder and the run folder are added.
         env: environment variables, set as they are.
         submit: false only writes the command.

@@ -226,9 +226,10 @@ def preflight(
         ring,
         all_to_all,
     )
-    facts: list[Any] = [None] * environment.world_size
-    dist.all_gather_object(facts, mine)
-    kept = len(list(folder.glob("checkpoints/step_*")))
+    found: list[Any] = [None] * environment.world_size
+    dist.all_gather_object(found, (mine, len(list(folder.glob("checkpoints/step_*")))))
+    # what is there is what rank 0 sees: all ranks must come to the same judgement, whatever their file caches hold
+    facts, kept = [one for one, _ in found], found[0][1]
     new = max(config.checkpoint.keep + 1 - kept, 1) if config.checkpoint.interval is not None else 0
     parameters = launched.get("total_parameters", 0)
     is_new = not kept  # a run that goes on may do so with mended code; then only the nodes must agree
