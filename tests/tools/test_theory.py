@@ -53,6 +53,16 @@ def test_a_run_is_muon_by_hand():
     assert averages[0][1] < averages[0][0]
     assert averages[1][1] == averages[0][1], "the first update is made of the first gradient under any delay"
     assert averages[1][2] != averages[0][2], "and the second one of a gradient at the first weights"
+    ahead = run_trial(Trial("quadratic", 1, True, 0.01, 0, 8))
+    assert ahead[1] == averages[1][1], "measured at z, not at the point ahead"
+
+
+def test_the_bound_grows_with_how_far_away_gradients_are_taken():
+    problem = _PROBLEMS["quadratic"](0)
+    base = bound(problem, delay=0, corrected=False, steps=32)
+    assert bound(problem, delay=2, corrected=False, steps=32) / base == pytest.approx(3.0)  # sqrt(1 + 4 d)
+    assert bound(problem, delay=1, corrected=True, steps=32) / base == pytest.approx(3.0)  # sqrt(1 + 8 d)
+    assert bound(problem, delay=0, corrected=False, steps=128) / base == pytest.approx(0.5)
 
 
 def test_the_tool_writes_its_table_and_pictures(tmp_path):
