@@ -2,9 +2,9 @@
 
     python tools/time_to_loss.py [study=runs/study/time_to_loss] [rounds=5] [steps=150] [microbatches=2] [key=value ...]
 
-Throughput is that of `python -m megaasync.pretrain experiment=delay_study parallel.pipeline=2` under 1f1b and 2bw, in
-alternated rounds on this machine; nothing else should run. Prints a table and writes time_to_loss.md and
-time_to_loss.json beside the study's results.
+Throughput is that of `python -m megaasync.pretrain experiment=delay_study parallel.pipeline=2` under 1f1b, 2bw and 2bw
+with error feedback, in rounds whose order turns, on this machine; nothing else should run. Prints a table and writes
+time_to_loss.md and time_to_loss.json beside the study's results.
 """
 
 import csv
@@ -18,12 +18,19 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from command_line import one_message, read_pairs, wants_help
 from megaasync.config import ConfigError
 from megaasync.observe.run_files import write_json, write_text
+
+_OVERRIDES = {  # by the study's names of its modes
+    "sync": ("schedule=1f1b",),
+    "delayed": ("schedule=2bw",),
+    "delayed + EF": ("schedule=2bw", "correction=error_feedback"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +80,9 @@ def steps_to(target: float, losses: dict[float, float]) -> float | None:
     return None
 
 
-def _tokens_per_second(schedule: str, options: Options, folder: Path) -> float:
+def _tokens_per_second(mode: str, options: Options, folder: Path) -> float:
     command = [
-        *(sys.executable, "-m", "megaasync.pretrain", "experiment=delay_study", f"schedule={schedule}"),
+        *(sys.executable, "-m", "megaasync.pretrain", "experiment=delay_study", *_OVERRIDES[mode]),
         *("parallel.pipeline=2", f"train.micro_batch_size={4 // options.microbatches}", "device=cpu"),
         *(f"train.steps={options.steps}", "train.warmup_steps=0", "train.eval_sequences=2", *options.overrides),
     ]
@@ -87,23 +94,47 @@ def _tokens_per_second(schedule: str, options: Options, folder: Path) -> float:
 
 
 def measure(options: Options) -> list[dict[str, float]]:
-    """Tokens/s of both schedules, per round, in turns."""
-    rounds = []
+    """Tokens/s of each mode, per round, in turns."""
+    rounds, modes = [], tuple(_OVERRIDES)
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(options.rounds):
-            order = ("1f1b", "2bw") if number % 2 == 0 else ("2bw", "1f1b")
-            one = {name: _tokens_per_second(name, options, Path(scratch) / f"{number}-{name}") for name in order}
+            turn = number % len(modes)
+            order = (*modes[turn:], *modes[:turn])
+            one = {mode: _tokens_per_second(mode, options, Path(scratch) / f"{number}-{mode}") for mode in order}
             print(
-                f"round {number + 1}/{options.rounds}: " + ", ".join(f"{k} {v:,.0f} tokens/s" for k, v in one.items())
+                f"round {number + 1}/{options.rounds}: "
+                + ", ".join(f"{mode} {one[mode]:,.0f} tokens/s" for mode in modes),
+                flush=True,
             )
             rounds.append(one)
     return rounds
 
 
-def table(losses: dict[tuple[str, str], dict[float, float]], speedup: float) -> tuple[str, list[dict]]:
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """Throughput over synchronous 1f1b's: over the rounds, the median, least and most."""
+
+    median: float
+    least: float
+    most: float
+
+
+def speedups_of(rounds: Sequence[dict[str, float]]) -> dict[str, Speedup]:
+    """By mode."""
+    found = {}
+    for mode in _OVERRIDES:
+        ratios = [one[mode] / one["sync"] for one in rounds]
+        found[mode] = Speedup(statistics.median(ratios), min(ratios), max(ratios))
+    return found
+
+
+def table(
+    losses: dict[tuple[str, str], dict[float, float]], speedups: dict[str, Speedup]
+) -> tuple[str, list[dict[str, Any]]]:
     """Markdown and rows."""
     lines = [
-        "| optimizer | mode | steps needed, over sync's | throughput over 1f1b | time to sync's loss, over sync's |",
+        "| optimizer | mode | steps needed, over sync's | throughput over 1f1b (least to most) "
+        "| time to sync's loss, over sync's (least to most) |",
         "| --- | --- | --- | --- | --- |",
     ]
     rows = []
@@ -111,13 +142,17 @@ def table(losses: dict[tuple[str, str], dict[float, float]], speedup: float) -> 
         target = losses[(optimizer, "sync")][1.0]
         if mode == "sync":
             continue
-        needed = steps_to(target, by_steps)
-        time = None if needed is None else needed / speedup
-        rows.append({"optimizer": optimizer, "mode": mode, "steps": needed, "speedup": speedup, "time": time})
+        needed, speedup = steps_to(target, by_steps), speedups[mode]
+        time = None if needed is None else needed / speedup.median
+        rows.append({"optimizer": optimizer, "mode": mode, "steps": needed, "speedup": speedup.median, "time": time})
         most = max(by_steps)
-        shown = f"more than {most:g}" if needed is None else f"{needed:.3f}"
-        final = f"more than {most / speedup:.3f}" if time is None else f"{time:.3f}"
-        lines.append(f"| {optimizer} | {mode} | {shown} | {speedup:.3f} | {final} |")
+        count = most if needed is None else needed
+        more = "more than " if needed is None else ""
+        lines.append(
+            f"| {optimizer} | {mode} | {more}{count:.3f} | {speedup.median:.3f} ({speedup.least:.3f} to "
+            f"{speedup.most:.3f}) | {more}{count / speedup.median:.3f} ({count / speedup.most:.3f} to "
+            f"{count / speedup.least:.3f}) |"
+        )
     return "\n".join(lines) + "\n", rows
 
 
@@ -153,8 +188,7 @@ def main() -> None:
         folder = Path(options.study)
         losses = losses_of(folder / "results.csv")
         rounds = measure(options)
-        speedup = statistics.median(one["2bw"] / one["1f1b"] for one in rounds)
-        text, rows = table(losses, speedup)
+        text, rows = table(losses, speedups_of(rounds))
         print("\n" + text)
         write_text(folder / "time_to_loss.md", text)
         write_json(folder / "time_to_loss.json", {"rounds": rounds, "rows": rows})

@@ -17,7 +17,7 @@ from study.design import Run, runs_of
 from study.results import cells_of, chosen_lrs, markdown_table
 from study.runner import Result
 from tests.support.cli import TINY, metrics, tool
-from time_to_loss import steps_to
+from time_to_loss import speedups_of, steps_to, table
 
 STUDIES = sorted(path.stem for path in (Path(__file__).parents[2] / "tools/study/configs/study").glob("*.yaml"))
 SMALL = ("study.base=" + json.dumps([*TINY, "train.steps=6", "train.warmup_steps=2"]), "study.seeds=[5]")
@@ -204,6 +204,15 @@ def test_steps_to_a_loss_are_interpolated():
     assert steps_to(1.5, {1.0: 1.9, 1.2: 1.8}) is None
 
 
+def test_each_mode_is_divided_by_its_own_throughput():
+    rounds = [{"sync": 1.0, "delayed": 2.0, "delayed + EF": f} for f in (1.0, 4.0, 1.5)]
+    losses = {("muon", mode): {1.0: loss, 1.2: loss - 0.2} for mode, loss in
+              (("sync", 2.0), ("delayed", 2.2), ("delayed + EF", 2.1))}  # fmt: skip
+    text, rows = table(losses, speedups_of(rounds))
+    assert [row["time"] for row in rows] == pytest.approx([1.2 / 2.0, 1.1 / 1.5])
+    assert "| 1.500 (1.000 to 4.000) | 0.733 (0.275 to 1.100) |" in text
+
+
 def test_time_to_loss_measures_and_divides(tmp_path):
     (tmp_path / "results.csv").write_text(
         "optimizer,mode,variation,val_loss\n"
@@ -215,7 +224,8 @@ def test_time_to_loss_measures_and_divides(tmp_path):
     assert ran.returncode == 0, ran.stderr
     written = json.loads((tmp_path / "time_to_loss.json").read_text())
     (one,), (row,) = written["rounds"], written["rows"]
-    assert row["steps"] == pytest.approx(1.2) and row["speedup"] == pytest.approx(one["2bw"] / one["1f1b"])
-    assert row["time"] == pytest.approx(1.2 * one["1f1b"] / one["2bw"])
+    assert set(one) == {"sync", "delayed", "delayed + EF"}
+    assert row["steps"] == pytest.approx(1.2) and row["speedup"] == pytest.approx(one["delayed"] / one["sync"])
+    assert row["time"] == pytest.approx(1.2 * one["sync"] / one["delayed"])
     ran = tool("time_to_loss.py", "study=nowhere", cwd=tmp_path)
     assert ran.returncode == 2 and "study=nowhere: no results.csv there" in ran.stderr
