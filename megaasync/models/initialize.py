@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megaasync.config.schema import ModelConfig
 from megaasync.distributed.sharding import Shape
@@ -29,7 +29,7 @@ def _draw(shape: Shape, part: Part, *, std: float, seed: int, name: str) -> Tens
 
 
 def initialize_(
-    module: nn.Module,
+    parameters: Mapping[str, Tensor],
     config: ModelConfig,
     *,
     seed: int,
@@ -42,14 +42,14 @@ def initialize_(
     own, so that a rank draws only the experts that it holds.
 
     Args:
-        module: the stage.
+        parameters: by name, in any dtype; masters of at least float32 keep every bit of the draw.
         config: of the model.
         seed: of the run.
-        shapes: of the whole parameters, where the module holds parts.
-        parts: which part of each parameter the module holds.
+        shapes: of the whole parameters, where these are parts.
+        parts: which part of each parameter this is.
     """
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
+        for name, parameter in parameters.items():
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
                 continue

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from megaasync.checkpoint.keeper import CheckpointKeeper
@@ -153,6 +154,17 @@ def connect_groups(groups: Groups, *, device: torch.device) -> None:
         group.all_reduce(torch.zeros(1, device=device))
 
 
+def _initial_weights(module: DecoderStage, config: TrainConfig, sizes: StageSizes, *, rank: int) -> list[Tensor]:
+    """Draw a module's parameters; also returned in at least float32, for masters that no rounding has touched."""
+    exact = at_least_float32(DTYPES[config.train.dtype])
+    weights = {name: parameter.detach().to(exact) for name, parameter in module.named_parameters()}
+    initialize_(weights, config.model, seed=config.train.seed, shapes=sizes.shapes, parts=sizes.parts(rank=rank))
+    with torch.no_grad():
+        for parameter, weight in zip(module.parameters(), weights.values(), strict=True):
+            parameter.copy_(weight)
+    return list(weights.values())
+
+
 def build_stage(
     config: TrainConfig,
     schedule: PipelineSchedule,
@@ -169,10 +181,10 @@ def build_stage(
     splits = Splits(TensorParallel(groups.tensor, config.parallel.sequence_parallel), groups.expert)
     with _default_dtype(dtype), device:
         module = DecoderStage(config.model, sizes.layers, splits)
-    initialize_(module, config.model, seed=config.train.seed, shapes=sizes.shapes, parts=sizes.parts(rank=mesh.rank))
+    initial = _initial_weights(module, config, sizes, rank=mesh.rank)
     optimizer = StageOptimizer(
         layout,
-        [parameter.detach() for parameter in module.parameters()],
+        initial,
         dtype=at_least_float32(dtype),
         learning_rate=lr_schedule(config.train, peak=config.optimizer.lr),
         tensor=groups.tensor_updates,

@@ -79,7 +79,7 @@ def test_a_whole_model_splits_and_its_matrices_wait():
     model, twin = (DecoderStage(config, range(config.num_layers)) for _ in range(2))
     torch.set_default_dtype(torch.float32)
     for one in (model, twin):
-        initialize_(one, config, seed=0)
+        initialize_(dict(one.named_parameters()), config, seed=0)
     tokens = torch.randint(0, config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
     batch = Microbatch(tokens[:, :-1], tokens[:, 1:], torch.ones(2, 8, dtype=torch.bool))
     model(None, batch).backward()

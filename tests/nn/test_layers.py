@@ -116,7 +116,7 @@ def test_cross_entropy_is_a_sum_over_the_mask():
 def test_attention_is_causal_and_masks_nothing_else():
     config = small_config().model
     model = DecoderStage(config, range(config.num_layers))
-    initialize_(model, config, seed=0)
+    initialize_(dict(model.named_parameters()), config, seed=0)
     tokens = torch.randint(config.vocab_size, (1, config.seq_length))
     loss_at = []
     for changed in (tokens, torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % config.vocab_size], 1)):
@@ -129,10 +129,10 @@ def test_attention_is_causal_and_masks_nothing_else():
 def test_stages_put_together_are_the_whole_model_with_the_same_weights():
     config = small_config().model
     whole = DecoderStage(config, range(config.num_layers))
-    initialize_(whole, config, seed=5)
+    initialize_(dict(whole.named_parameters()), config, seed=5)
     stages = [DecoderStage(config, layers) for layers in deal_layers(config, num_stages=3)]
     for stage in stages:
-        initialize_(stage, config, seed=5)
+        initialize_(dict(stage.named_parameters()), config, seed=5)
     names = [name for stage in stages for name, _ in stage.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
     tokens = torch.randint(config.vocab_size, (2, config.seq_length))
@@ -146,10 +146,10 @@ def test_stages_put_together_are_the_whole_model_with_the_same_weights():
 def test_initial_weights_are_those_of_any_dtype_and_differ_by_name_and_seed():
     config = small_config().model
     first, second, other = (DecoderStage(config, range(4)) for _ in range(3))
-    initialize_(first, config, seed=1)
+    initialize_(dict(first.named_parameters()), config, seed=1)
     second = second.to(torch.float32)
-    initialize_(second, config, seed=1)
-    initialize_(other, config, seed=2)
+    initialize_(dict(second.named_parameters()), config, seed=1)
+    initialize_(dict(other.named_parameters()), config, seed=2)
     for a, b, c in zip(first.parameters(), second.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b.double(), rtol=0, atol=0)
         assert a.dim() == 1 or not torch.equal(a, c)
@@ -210,7 +210,7 @@ def test_initial_parts_are_parts_of_the_whole_and_no_two_are_equal(sequence_para
     """At every rank of a layout; experts, layers and projections all differ."""
     config = small_config(model__vocab_size=101).model
     whole = DecoderStage(config, range(config.num_layers))
-    initialize_(whole, config, seed=3)
+    initialize_(dict(whole.named_parameters()), config, seed=3)
     weights = {name: p.detach() for name, p in whole.named_parameters()}
     layout = Layout(pipeline=1, data=2, expert=2, tensor=2)
     for rank in range(layout.world_size):
@@ -223,7 +223,13 @@ def test_initial_parts_are_parts_of_the_whole_and_no_two_are_equal(sequence_para
             name: sharding_of(name, sequence_parallel=sequence_parallel).local_ranges(w.shape, layout, rank=rank)
             for name, w in weights.items()
         }
-        initialize_(part, config, seed=3, shapes={n: tuple(w.shape) for n, w in weights.items()}, parts=parts)
+        initialize_(
+            dict(part.named_parameters()),
+            config,
+            seed=3,
+            shapes={n: tuple(w.shape) for n, w in weights.items()},
+            parts=parts,
+        )
         for name, parameter in part.named_parameters():
             expected = weights[name][tuple(slice(r.start, r.stop) for r in parts[name])]
             assert torch.equal(parameter.detach(), expected), (rank, name)

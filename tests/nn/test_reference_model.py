@@ -104,7 +104,7 @@ def test_the_model_is_the_formulas(overrides):
         model = DecoderStage(config, range(config.num_layers))
     finally:
         torch.set_default_dtype(torch.float32)
-    initialize_(model, config, seed=1)
+    initialize_(dict(model.named_parameters()), config, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():  # norms too, and large enough for every nonlinearity to bend
@@ -120,7 +120,7 @@ def test_the_model_is_the_formulas(overrides):
 def test_projections_into_the_residual_stream_start_smaller():
     config = small_config(model__hidden_size=64, model__ffn_hidden_size=96, model__moe__ffn_hidden_size=64).model
     model = DecoderStage(config, range(config.num_layers))
-    initialize_(model, config, seed=1)
+    initialize_(dict(model.named_parameters()), config, seed=1)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             assert (parameter == 1).all()

@@ -133,7 +133,7 @@ def reference_run(
     torch.set_default_dtype(torch.float64)
     model = DecoderStage(config.model, range(config.model.num_layers))
     torch.set_default_dtype(torch.float32)
-    initialize_(model, config.model, seed=config.train.seed)
+    initialize_(dict(model.named_parameters()), config.model, seed=config.train.seed)
     chain = MarkovSource(vocab_size=config.model.vocab_size, branching=config.data.branching, seed=config.train.seed)
     tokens = chain.tokens(num_tokens=config.data.num_tokens, stream=0)
     m, o, T = config.num_microbatches, config.optimizer, config.train.steps

@@ -444,6 +444,15 @@ def numbers_at_start(dtype):
     return stage.optimizer.layout.views(stage.master)[index].numpy()
 
 
+def test_bfloat16_masters_start_from_the_draw_and_not_from_its_rounding():
+    """Else every layout's first updates would carry an error of half a bfloat16 step."""
+    stage = build(ALONE, small_config(train__dtype="bfloat16")).executor.stages[0]
+    exact = build(ALONE, small_config(train__dtype="float32")).executor.stages[0]
+    assert torch.equal(stage.whole_master(), exact.whole_master())
+    assert torch.equal(stage.versions.flat(0), exact.whole_master().to(torch.bfloat16))
+    assert not torch.equal(stage.whole_master(), exact.whole_master().to(torch.bfloat16).float())
+
+
 def test_float32_stays_near_float64_for_a_dense_model():
     """CONTRACT.md: float32 within 1e-4 over 20 steps for dense models, on two stages against one."""
 

@@ -231,7 +231,7 @@ def run_real_rank(environment: RankEnvironment, case: Case, config: TrainConfig)
     logits = torch.zeros(train.micro_batch_size, model.seq_length, model.vocab_size, requires_grad=True)
     for index in stages_of(case, environment.rank):
         module = DecoderStage(model, deal_layers(model, num_stages=count)[index])
-        initialize_(module, model, seed=train.seed)
+        initialize_(dict(module.named_parameters()), model, seed=train.seed)
         updated.append(_Updated(module, config))
         is_last = index == count - 1
         stages.append(
