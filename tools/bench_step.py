@@ -30,7 +30,13 @@ DEFAULTS = {
         "tie_embeddings": False,
         "moe": None,
     },
-    "train": {"global_batch_size": 8, "micro_batch_size": 2, "eval_sequences": 1, "lr_schedule": "constant"},
+    "train": {
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "eval_sequences": 1,
+        "lr_schedule": "constant",
+        "warmup_steps": 0,
+    },
 }
 
 

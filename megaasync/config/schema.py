@@ -341,6 +341,9 @@ class LoopConfig:
         on_nonfinite: what to do about a batch whose loss or gradient norm is not finite: `stop`, or `skip` it.
         max_skipped: with `skip`, how many in all; the next one stops.
         time_limit: seconds after which the run saves and ends, as at a signal; null for none.
+        recompute: activations that the backward makes again instead of keeping them: `none`; `selective`, all but
+            matrix products; `full`, all of a layer but its input.
+        loss_chunk_tokens: tokens whose logits are held at once; null holds those of a whole microbatch.
     """
 
     steps: int
@@ -358,6 +361,8 @@ class LoopConfig:
     on_nonfinite: Literal["stop", "skip"]
     max_skipped: int
     time_limit: float | None
+    recompute: Literal["none", "selective", "full"]
+    loss_chunk_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,14 @@ def check_sizes(config: TrainConfig) -> None:
     for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "seq_length"):
         _at_least(f"model.{name}", getattr(model, name), 1)
     _at_least("model.vocab_size", model.vocab_size, 2)
-    for name in ("steps", "global_batch_size", "micro_batch_size", "eval_interval", "eval_sequences"):
+    for name in (
+        "steps",
+        "global_batch_size",
+        "micro_batch_size",
+        "eval_interval",
+        "eval_sequences",
+        "loss_chunk_tokens",
+    ):
         _at_least(f"train.{name}", getattr(train, name), 1)
     for name in ("warmup_steps", "decay_steps", "seed", "max_skipped"):
         _at_least(f"train.{name}", getattr(train, name), 0)

@@ -30,32 +30,38 @@ def _can_group(x_RI: Tensor, weight_EOI: Tensor) -> bool:
     return x_RI.dtype is not torch.float64 and rows_aligned and hasattr(F, "grouped_mm") and x_RI.shape[0] > 0
 
 
-class _ContiguousGradient(torch.autograd.Function):
-    """torch's grouped matmul refuses an expanded gradient, as `y.sum().backward()` makes."""
-
-    @staticmethod
-    def forward(ctx, y: Tensor) -> Tensor:  # noqa: ANN001 - torch's signature
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # noqa: ANN001 - torch's signature
-        return grad.contiguous()
-
-
 def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """As `grouped_linear_loop`, in one kernel where dtype and shape allow."""
+    """As `grouped_linear_loop`, in one kernel where dtype and shape allow; for use inside an autograd function.
+
+    torch's own backward of the kernel refuses gradients that are not contiguous; ours makes them so.
+    """
     if not _can_group(x_RI, weight_EOI):
         return grouped_linear_loop(x_RI, weight_EOI, counts_E)
     ends_E = counts_E.cumsum(0).to(torch.int32)
-    y_RO = F.grouped_mm(x_RI.contiguous(), weight_EOI.transpose(1, 2), offs=ends_E)
-    return _ContiguousGradient.apply(y_RO)
+    return F.grouped_mm(x_RI.contiguous(), weight_EOI.transpose(1, 2), offs=ends_E)
 
 
-def grouped_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_E: Tensor) -> Tensor:
-    """dW_e, the sum over the rows r of group e of grad_r x_r^T; [E, O, I], zero for an empty group."""
+def _can_group_product(grad_RO: Tensor, x_RI: Tensor) -> bool:
     rows_aligned = all(t.shape[1] * t.element_size() % _ALIGNMENT == 0 for t in (grad_RO, x_RI))
-    if x_RI.dtype is torch.float64 or not rows_aligned or not hasattr(F, "grouped_mm") or x_RI.shape[0] == 0:
+    return x_RI.dtype is not torch.float64 and rows_aligned and hasattr(F, "grouped_mm") and x_RI.shape[0] > 0
+
+
+def grouped_product(grad_RO: Tensor, x_RI: Tensor, counts_E: Tensor) -> Tensor:
+    """dW_e, the sum over the rows r of group e of grad_r x_r^T; [E, O, I], zero for an empty group."""
+    if not _can_group_product(grad_RO, x_RI):
         sizes = counts_E.tolist()
         return torch.stack([g.T @ x for g, x in zip(grad_RO.split(sizes), x_RI.split(sizes), strict=True)])
     ends_E = counts_E.cumsum(0).to(torch.int32)
     return F.grouped_mm(grad_RO.contiguous().T, x_RI.contiguous(), offs=ends_E)
+
+
+def add_grouped_product_(total_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, counts_E: Tensor) -> None:
+    """total_e += the sum over the rows r of group e of grad_r x_r^T, in place; the total in at least float32."""
+    if grad_RO.is_cuda and _can_group_product(grad_RO, x_RI):
+        total_EOI.add_(grouped_product(grad_RO, x_RI, counts_E))
+        return
+    # on a CPU, counts are at hand and a product that is added where it is needed beats one kernel and a sum
+    sizes, exact = counts_E.tolist(), total_EOI.dtype
+    for total, grad, x in zip(total_EOI, grad_RO.to(exact).split(sizes), x_RI.to(exact).split(sizes), strict=True):
+        if len(grad):
+            total.addmm_(grad.T, x)

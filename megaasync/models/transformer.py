@@ -1,5 +1,6 @@
 """A pipeline stage of the decoder: any run of layers, with the embedding in front or the head behind."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +12,11 @@ from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.distributed.sharding import Shape
 from megaasync.nn.attention import Attention
 from megaasync.nn.linear import Embedding, Linear
-from megaasync.nn.loss import cross_entropy_sum
+from megaasync.nn.loss import head_loss
 from megaasync.nn.mlp import SwiGLU
 from megaasync.nn.moe import MoE
 from megaasync.nn.norm import RMSNorm
+from megaasync.nn.recompute import KEEP_ALL, Recompute
 from megaasync.nn.rope import RotaryTables
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 
@@ -35,15 +37,32 @@ class Splits:
     expert: RankGroup = ALONE
 
 
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """How layers are computed, where that changes no result beyond rounding.
+
+    Attributes:
+        recompute: which activations are made again in the backward.
+        loss_chunk_tokens: tokens whose logits are held at once; None for all of a microbatch.
+    """
+
+    recompute: Recompute = KEEP_ALL
+    loss_chunk_tokens: int | None = None
+
+
 NO_SPLITS = Splits()
+PLAIN = Computation()
 
 
 class TransformerBlock(nn.Module):
     """Pre-norm block: attention, then a dense or mixture-of-experts feed-forward."""
 
-    def __init__(self, config: ModelConfig, layer: int, splits: Splits = NO_SPLITS) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, splits: Splits = NO_SPLITS, computation: Computation = PLAIN
+    ) -> None:
         super().__init__()
-        hidden, tensor = config.hidden_size, splits.tensor
+        hidden, tensor, recompute = config.hidden_size, splits.tensor, computation.recompute
+        self._tensor, self._recompute = tensor, recompute
         self.attention_norm = RMSNorm(hidden, eps=config.norm_eps)
         self.attention = Attention(
             hidden_size=hidden, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, tensor=tensor
@@ -51,16 +70,27 @@ class TransformerBlock(nn.Module):
         self.mlp_norm = RMSNorm(hidden, eps=config.norm_eps)
         self._is_moe = is_moe_layer(config, layer)
         self.mlp: nn.Module = (
-            MoE(config.moe, hidden_size=hidden, tensor=tensor, expert=splits.expert)
+            MoE(config.moe, hidden_size=hidden, tensor=tensor, expert=splits.expert, recompute=recompute)
             if self._is_moe
-            else SwiGLU(hidden_size=hidden, ffn_hidden_size=config.ffn_hidden_size, tensor=tensor)
+            else SwiGLU(hidden_size=hidden, ffn_hidden_size=config.ffn_hidden_size, tensor=tensor, recompute=recompute)
         )
 
     def forward(self, x_BSD: Tensor, rotary: RotaryTables, mask_BS: Tensor | None) -> Tensor:
         """[B, S, D] to [B, S, D]; a mixture of experts needs to know which tokens are valid."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary)
-        normed_BSD = self.mlp_norm(x_BSD)
-        return x_BSD + (self.mlp(normed_BSD, mask_BS) if self._is_moe else self.mlp(normed_BSD))
+        x_BSD = x_BSD + self._on_normed(x_BSD, self.attention_norm, lambda y_BSD: self.attention(y_BSD, rotary))
+        if self._is_moe:
+            return x_BSD + self.mlp(self.mlp_norm(x_BSD), mask_BS)
+        return x_BSD + self._on_normed(x_BSD, self.mlp_norm, self.mlp)
+
+    def _on_normed(self, x_BSD: Tensor, norm: RMSNorm, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """A layer on the whole sequence of the norm of x."""
+
+        def make() -> Tensor:
+            return self._tensor.enter(norm(x_BSD))
+
+        normed_BSD = make()
+        with self._recompute.instead_of(normed_BSD, make):
+            return layer(normed_BSD)
 
 
 class DecoderStage(nn.Module):
@@ -72,15 +102,20 @@ class DecoderStage(nn.Module):
         needs_mask: some layer needs to know which tokens are valid.
     """
 
-    def __init__(self, config: ModelConfig, layers: range, splits: Splits = NO_SPLITS) -> None:
+    def __init__(
+        self, config: ModelConfig, layers: range, splits: Splits = NO_SPLITS, computation: Computation = PLAIN
+    ) -> None:
         super().__init__()
+        self._computation = computation
         is_first, is_last = layers.start == 0, layers.stop == config.num_layers
         tied = config.tie_embeddings and is_last
         self._vocab_size, self._tensor = config.vocab_size, splits.tensor
         self.embedding = (
             Embedding(config.vocab_size, config.hidden_size, tensor=splits.tensor) if is_first or tied else None
         )
-        self.layers = nn.ModuleDict({str(layer): TransformerBlock(config, layer, splits) for layer in layers})
+        self.layers = nn.ModuleDict(
+            {str(layer): TransformerBlock(config, layer, splits, computation) for layer in layers}
+        )
         self.needs_mask = any(is_moe_layer(config, layer) for layer in layers)
         self.rotary = RotaryTables(
             seq_length=config.seq_length,
@@ -107,12 +142,17 @@ class DecoderStage(nn.Module):
             x_BSD = self.embedding(microbatch.tokens_BS)
         mask_BS = None if microbatch is None else microbatch.mask_BS
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, self.rotary, mask_BS)
+            x_BSD = self._computation.recompute.layer(layer, x_BSD, self.rotary, mask_BS)
         if not self._is_last:
             return x_BSD
-        logits_BSV = self.head(self._tensor.enter(self.final_norm(x_BSD)))
-        return cross_entropy_sum(
-            logits_BSV, microbatch.labels_BS, microbatch.mask_BS, vocab_size=self._vocab_size, tensor=self._tensor
+        return head_loss(
+            self._tensor.enter(self.final_norm(x_BSD)),
+            self.head.weight,
+            microbatch.labels_BS,
+            microbatch.mask_BS,
+            vocab_size=self._vocab_size,
+            chunk_tokens=self._computation.loss_chunk_tokens,
+            tensor=self._tensor,
         )
 
 

@@ -30,8 +30,7 @@ class Attention(nn.Module):
         return x_BSX.view(batch, length, -1, self._head_size).transpose(1, 2)
 
     def forward(self, x_BSD: Tensor, rotary: RotaryTables) -> Tensor:
-        """[B, S, D] to [B, S, D], or S / size under sequence parallelism."""
-        x_BSD = self._tensor.enter(x_BSD)
+        """[B, S, D] of the whole sequence to [B, S, D], or S / size under sequence parallelism."""
         query_BHSK = rotary.rotate(self._heads(self.query(x_BSD)))
         key_BGSK = rotary.rotate(self._heads(self.key(x_BSD)))
         value_BGSK = self._heads(self.value(x_BSD))

@@ -1,67 +1,130 @@
 """Next-token cross entropy, as a sum: the divisor is the global batch's count of valid tokens, known only later."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from megaasync.config.layout import local_range
-from megaasync.distributed.rank_group import RankGroup
+from megaasync.distributed.rank_group import ALONE, RankGroup
+from megaasync.kernels.weight_gradients import add_product_, deliver
 from megaasync.nn.precision import at_least_float32
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 
 
-class _VocabularyParallel(torch.autograd.Function):
-    """Cross entropy of logits whose vocabulary is split over ranks; losses and gradients are as of the whole.
+def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor, mask_BS: Tensor) -> Tensor:
+    """Sum of the losses of the tokens under the mask, in nats: what `head_loss` computes, from the logits.
 
-    loss_t = log sum_v exp(l_tv - max_t) + max_t - l_t,label (arXiv 1909.08053, section 3); d loss_t / d l_tv is
-    softmax_tv, less one at the label. Only [T] numbers travel.
+    Args:
+        logits_BSV: [B, S, V].
+        labels_BS: [B, S] int64.
+        mask_BS: [B, S] bool.
+
+    Returns:
+        Scalar of at least float32; 0 if the mask is empty.
+    """
+    logits_TV = logits_BSV.flatten(0, 1).to(at_least_float32(logits_BSV.dtype))
+    labels_T = labels_BS.flatten().masked_fill(~mask_BS.flatten(), -100)
+    return F.cross_entropy(logits_TV, labels_T, ignore_index=-100, reduction="sum")
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """Over which ranks the vocabulary is split, where this rank's part of it starts, and how the loss is computed."""
+
+    group: RankGroup
+    start: int
+    chunk_tokens: int
+    has_gradient: bool
+
+
+def _losses_and_gradient_(logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, split: _Vocabulary) -> Tensor:
+    """[C] losses of a chunk; its logits, in at least float32, become their gradient, softmax less one at the label.
+
+    loss_t = log sum_v exp(l_tv - max_t) + max_t - l_t,label; of a vocabulary that is split over ranks only the [C]
+    numbers travel (arXiv 1909.08053, section 3).
+    """
+    group = split.group
+    largest_C = logits_CV.amax(dim=-1)
+    group.all_reduce(largest_C, largest=True)
+    logits_CV.sub_(largest_C.unsqueeze(-1))
+    labels_C = labels_C - split.start
+    here_C = (labels_C >= 0) & (labels_C < logits_CV.shape[1]) & valid_C
+    column_C1 = labels_C.where(here_C, 0).unsqueeze(-1)
+    label_logits_C = logits_CV.gather(1, column_C1).squeeze(-1).where(here_C, 0)
+    sums_2C = torch.stack([logits_CV.exp_().sum(dim=-1), label_logits_C])
+    group.all_reduce(sums_2C)
+    if split.has_gradient:
+        logits_CV.mul_((valid_C / sums_2C[0]).unsqueeze(-1))
+        logits_CV.scatter_add_(1, column_C1, -here_C.to(logits_CV.dtype).unsqueeze(-1))
+    return (sums_2C[0].log() - sums_2C[1]).where(valid_C, 0)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The head and its loss, a chunk of tokens at a time: no more than one chunk's logits are ever held.
+
+    A chunk's gradients are made right after its losses, from the same logits, as the loss's own gradient is one number
+    by which they are multiplied later. What is kept for the backward is [T, D] and [V, D].
     """
 
     @staticmethod
-    def forward(ctx, logits_TV: Tensor, labels_T: Tensor, valid_T: Tensor, group: RankGroup) -> Tensor:  # noqa: ANN001
-        largest_T = logits_TV.amax(dim=-1)
-        group.all_reduce(largest_T, largest=True)
-        exponentials_TV = (logits_TV - largest_T.unsqueeze(-1)).exp_()
-        here_T = (labels_T >= 0) & (labels_T < logits_TV.shape[1]) & valid_T
-        column_T = labels_T.where(here_T, 0).unsqueeze(-1)
-        label_logits_T = logits_TV.gather(1, column_T).squeeze(-1).where(here_T, 0)
-        sums_2T = torch.stack([exponentials_TV.sum(dim=-1), label_logits_T])
-        group.all_reduce(sums_2T)
-        ctx.save_for_backward(exponentials_TV.div_(sums_2T[0].unsqueeze(-1)), column_T, here_T, valid_T)
-        losses_T = sums_2T[0].log() + largest_T - sums_2T[1]
-        return losses_T.where(valid_T, 0).sum()
+    def forward(ctx, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, valid_T: Tensor, split: _Vocabulary) -> Tensor:  # noqa: ANN001
+        exact = at_least_float32(x_TD.dtype)
+        total = x_TD.new_zeros((), dtype=exact)
+        if split.has_gradient:
+            x_grad_TD, weight_grad_VD = torch.empty_like(x_TD), torch.zeros_like(weight_VD, dtype=exact)
+        for start in range(0, len(x_TD), split.chunk_tokens):
+            part = slice(start, start + split.chunk_tokens)
+            logits_CV = F.linear(x_TD[part], weight_VD).to(exact)
+            total += _losses_and_gradient_(logits_CV, labels_T[part], valid_T[part], split).sum()
+            if split.has_gradient:
+                grad_CV = logits_CV.to(x_TD.dtype)
+                torch.mm(grad_CV, weight_VD, out=x_grad_TD[part])
+                add_product_(weight_grad_VD, grad_CV, x_TD[part])
+        if split.has_gradient:
+            ctx.save_for_backward(x_grad_TD, weight_grad_VD)
+            ctx.weight = weight_VD
+        return total
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN001 - torch's signature
-        softmax_TV, column_T, here_T, valid_T = ctx.saved_tensors
-        grad_TV = softmax_TV.masked_fill(~valid_T.unsqueeze(-1), 0)
-        grad_TV.scatter_add_(1, column_T, -here_T.to(grad_TV.dtype).unsqueeze(-1))
-        return grad_TV.mul_(grad), None, None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001 - torch's signature
+        (x_grad_TD, weight_grad_VD), weight_VD = ctx.saved_tensors, ctx.weight
+        left = deliver(
+            weight_VD,
+            None,
+            add=lambda main: main.addcmul_(weight_grad_VD, grad.to(main.dtype)),
+            whole=lambda: (weight_grad_VD * grad).to(weight_VD.dtype),
+        )
+        return x_grad_TD * grad.to(x_grad_TD.dtype), left, None, None, None
 
 
-def cross_entropy_sum(
-    logits_BSV: Tensor,
+def head_loss(
+    x_BSD: Tensor,
+    weight_VD: Tensor,
     labels_BS: Tensor,
     mask_BS: Tensor,
     *,
-    vocab_size: int | None = None,
+    vocab_size: int,
+    chunk_tokens: int | None,
     tensor: TensorParallel = NO_TENSOR_PARALLEL,
 ) -> Tensor:
     """Sum of the losses of the tokens under the mask, in nats.
 
     Args:
-        logits_BSV: [B, S, V], or this rank's part of the vocabulary.
+        x_BSD: [B, S, D], what the head is given: the whole sequence.
+        weight_VD: [V, D] of the head, or this rank's rows of it.
         labels_BS: [B, S] int64.
         mask_BS: [B, S] bool.
-        vocab_size: V, where the logits are a part of it.
+        vocab_size: V.
+        chunk_tokens: tokens whose logits are held at once; None for all.
         tensor: ranks over which the vocabulary is split.
 
     Returns:
         Scalar of at least float32, the same on all ranks; 0 if the mask is empty.
     """
-    logits_TV = logits_BSV.flatten(0, 1).to(at_least_float32(logits_BSV.dtype))
-    labels_T, valid_T = labels_BS.flatten(), mask_BS.flatten()
-    if tensor.size == 1:
-        return F.cross_entropy(logits_TV, labels_T.masked_fill(~valid_T, -100), ignore_index=-100, reduction="sum")
-    start = local_range(vocab_size, index=tensor.group.index, count=tensor.size).start
-    return _VocabularyParallel.apply(logits_TV, labels_T - start, valid_T, tensor.group)
+    x_TD = x_BSD.flatten(0, 1)
+    group = tensor.group if tensor.size > 1 else ALONE
+    start = local_range(vocab_size, index=group.index, count=group.size).start
+    split = _Vocabulary(group, start, chunk_tokens or len(x_TD), torch.is_grad_enabled())
+    return _HeadLoss.apply(x_TD, weight_VD, labels_BS.flatten(), mask_BS.flatten(), split)

@@ -1,13 +1,16 @@
 """A mixture of SwiGLU experts (arXiv 2401.06066): router, dispatcher, routed experts, optional shared experts."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megaasync.config.schema import MoeConfig
 from megaasync.distributed.rank_group import ALONE, RankGroup
+from megaasync.kernels.activation import swiglu
 from megaasync.kernels.weight_gradients import WeightGradientQueue, expert_linear
 from megaasync.nn.mlp import SwiGLU
+from megaasync.nn.recompute import KEEP_ALL, Recompute
 from megaasync.nn.router import Router
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from megaasync.nn.token_dispatcher import TokenDispatcher
@@ -22,8 +25,11 @@ class Experts(nn.Module):
 
     weight_gradients: WeightGradientQueue | None = None
 
-    def __init__(self, *, num_experts: int, hidden_size: int, ffn_hidden_size: int) -> None:
+    def __init__(
+        self, *, num_experts: int, hidden_size: int, ffn_hidden_size: int, recompute: Recompute = KEEP_ALL
+    ) -> None:
         super().__init__()
+        self._recompute = recompute
         self.gate = nn.Parameter(torch.empty(num_experts, ffn_hidden_size, hidden_size))
         self.up = nn.Parameter(torch.empty(num_experts, ffn_hidden_size, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_hidden_size))
@@ -33,7 +39,9 @@ class Experts(nn.Module):
         queue = self.weight_gradients
         gate_RF = expert_linear(x_RD, self.gate, counts_E, queue)
         up_RF = expert_linear(x_RD, self.up, counts_E, queue)
-        return expert_linear(F.silu(gate_RF) * up_RF, self.down, counts_E, queue)
+        inner_RF = swiglu(gate_RF, up_RF)
+        with self._recompute.instead_of(inner_RF, lambda: swiglu(gate_RF, up_RF)):
+            return expert_linear(inner_RF, self.down, counts_E, queue)
 
 
 class _WithLoss(torch.autograd.Function):
@@ -63,20 +71,23 @@ class MoE(nn.Module):
         hidden_size: int,
         tensor: TensorParallel = NO_TENSOR_PARALLEL,
         expert: RankGroup = ALONE,
+        recompute: Recompute = KEEP_ALL,
     ) -> None:
         super().__init__()
-        self._tensor = tensor
+        self._tensor, self._recompute = tensor, recompute
         self.router = Router(config, hidden_size=hidden_size, tensor=tensor)
         self.experts = Experts(
             num_experts=config.num_experts // expert.size,
             hidden_size=hidden_size,
             ffn_hidden_size=config.ffn_hidden_size,
+            recompute=recompute,
         )
         self.shared = (
             SwiGLU(
                 hidden_size=hidden_size,
                 ffn_hidden_size=config.num_shared_experts * config.ffn_hidden_size,
                 tensor=tensor,
+                recompute=recompute,
             )
             if config.num_shared_experts
             else None
@@ -97,10 +108,14 @@ class MoE(nn.Module):
         """
         mine_BSD = self._tensor.enter_tokens(x_BSD)
         routing = self.router(mine_BSD, mask_BS)
-        dispatched = self._dispatcher.dispatch(mine_BSD.flatten(0, 1), routing.experts_TK)
-        routed_RD = self.experts(dispatched.rows_RD, dispatched.counts_E)
+        mine_TD = mine_BSD.flatten(0, 1)
+        dispatched = self._dispatcher.dispatch(mine_TD, routing.experts_TK)
+        is_local = dispatched.exchange is None  # else the rows came from other ranks
+        again = self._recompute.instead_of(dispatched.rows_RD, lambda: dispatched.copies_of(mine_TD))
+        with again if is_local else nullcontext():
+            routed_RD = self.experts(dispatched.rows_RD, dispatched.counts_E)
         y_TD = self._dispatcher.combine(routed_RD, dispatched, routing.weights_TK)
         if routing.losses_3 is not None:
             y_TD = _WithLoss.apply(y_TD, routing.losses_3)
         y_BSD = self._tensor.leave_tokens(y_TD.view_as(mine_BSD))
-        return y_BSD if self.shared is None else y_BSD + self.shared(x_BSD)
+        return y_BSD if self.shared is None else y_BSD + self.shared(self._tensor.enter(x_BSD))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megaasync.config.schema import MoeConfig
+from megaasync.kernels.weight_gradients import add_product_, deliver
 from megaasync.nn.precision import at_least_float32
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 
@@ -50,6 +51,29 @@ def count_choices(experts_TK: Tensor, valid_T: Tensor, num_experts: int) -> Tens
     return experts_TK.new_zeros(num_experts).index_add_(0, experts_TK.flatten(), ones_TK.flatten())
 
 
+class _ExactLinear(torch.autograd.Function):
+    """A product in at least float32 that keeps its input as it came."""
+
+    @staticmethod
+    def forward(ctx, x_BSD: Tensor, weight_ED: Tensor) -> Tensor:  # noqa: ANN001 - torch's signature
+        ctx.save_for_backward(x_BSD)
+        ctx.weight = weight_ED
+        exact = at_least_float32(x_BSD.dtype)
+        return F.linear(x_BSD.to(exact), weight_ED.to(exact))
+
+    @staticmethod
+    def backward(ctx, grad_BSE: Tensor) -> tuple[Tensor, Tensor | None]:  # noqa: ANN001 - torch's signature
+        (x_BSD,), weight_ED = ctx.saved_tensors, ctx.weight
+        grad_TE, x_TD = grad_BSE.flatten(0, 1), x_BSD.flatten(0, 1).to(grad_BSE.dtype)
+        left = deliver(
+            weight_ED,
+            None,
+            add=lambda main: add_product_(main, grad_TE, x_TD),
+            whole=lambda: (grad_TE.T @ x_TD).to(weight_ED.dtype),
+        )
+        return (grad_BSE @ weight_ED.to(grad_BSE.dtype)).to(x_BSD.dtype), left
+
+
 class Router(nn.Module):
     """Scores tokens against experts; weight [E, D].
 
@@ -80,8 +104,8 @@ class Router(nn.Module):
             x_BSD: [B, S, D], or this tensor-parallel rank's part of the sequence.
             mask_BS: [B, S] bool of the whole sequence.
         """
-        exact, config = at_least_float32(x_BSD.dtype), self._config
-        logits_BSE = F.linear(x_BSD.to(exact), self.weight.to(exact))
+        config = self._config
+        logits_BSE = _ExactLinear.apply(x_BSD, self.weight)
         scores_BSE = logits_BSE.softmax(dim=-1) if config.score_function == "softmax" else logits_BSE.sigmoid()
         scores_TE = scores_BSE.flatten(0, 1)
         experts_TK = (scores_TE.detach() + self.bias_E).topk(config.top_k, dim=-1).indices

@@ -12,11 +12,26 @@ from megaasync.distributed.differentiable import all_to_all
 from megaasync.distributed.rank_group import ALONE, RankGroup
 
 
-class _Permute(torch.autograd.Function):
-    """Rows in another order. The backward is a gather by the inverse permutation.
+class _Copies(torch.autograd.Function):
+    """Tokens, once for each of their K choices, in the order of the experts; the backward sums in the tokens' order.
 
-    Plain indexing would add rows into place, in an order that a GPU does not fix; so runs repeat bit for bit.
+    Plain indexing would add into place, in an order that a GPU does not fix; so runs repeat bit for bit.
     """
+
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, order_R: Tensor, top_k: int) -> Tensor:  # noqa: ANN001 - torch's signature
+        ctx.save_for_backward(order_R)
+        ctx.top_k = top_k
+        return x_TD[order_R // top_k]
+
+    @staticmethod
+    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN001 - torch's signature
+        (order_R,) = ctx.saved_tensors
+        return grad_RD[inverse_of(order_R)].unflatten(0, (-1, ctx.top_k)).sum(dim=1), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order. The backward is a gather by the inverse permutation, for the same reason."""
 
     @staticmethod
     def forward(ctx, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:  # noqa: ANN001 - torch's signature
@@ -54,12 +69,18 @@ class Dispatched:
         counts_E: [E of this rank] int64, rows of each.
         order_R: positions in [T x K] of the rows that this rank sent, in the order in which they went.
         exchange: None if all experts are here.
+        top_k: K.
     """
 
     rows_RD: Tensor
     counts_E: Tensor
     order_R: Tensor
     exchange: _Exchange | None
+    top_k: int
+
+    def copies_of(self, x_TD: Tensor) -> Tensor:
+        """The rows of these tokens, if all experts are here."""
+        return x_TD[self.order_R // self.top_k]
 
 
 class TokenDispatcher:
@@ -81,18 +102,17 @@ class TokenDispatcher:
         top_k, experts_R = experts_TK.shape[1], experts_TK.flatten()
         order_R = experts_R.argsort(stable=True)
         counts_E = experts_R.new_zeros(self._num_experts).index_add_(0, experts_R, torch.ones_like(experts_R))
-        copies_RD = x_TD.repeat_interleave(top_k, dim=0)
         if self._capacity_factor is None:
-            rows_RD = _Permute.apply(copies_RD, order_R, inverse_of(order_R))
+            rows_RD = _Copies.apply(x_TD, order_R, top_k)
         else:
             capacity = -int(-self._capacity_factor * len(experts_R) // self._num_experts)
             place_R = (
                 torch.arange(len(order_R), device=order_R.device) - (counts_E.cumsum(0) - counts_E)[experts_R[order_R]]
             )
             order_R, counts_E = order_R[place_R < capacity], counts_E.clamp_max(capacity)
-            rows_RD = copies_RD[order_R]
+            rows_RD = x_TD.repeat_interleave(top_k, dim=0)[order_R]
         if self._group.size == 1:
-            return Dispatched(rows_RD, counts_E, order_R, None)
+            return Dispatched(rows_RD, counts_E, order_R, None, top_k)
         sent_XE = counts_E.view(self._group.size, -1)
         received_XE = self._group.exchange(sent_XE)
         sent_sizes, received_sizes = self.split_sizes(sent_XE, received_XE)
@@ -105,7 +125,7 @@ class TokenDispatcher:
         )
         sorted_RD = _Permute.apply(arrived_RD, by_expert_R, inverse_of(by_expert_R))
         return Dispatched(
-            sorted_RD, received_XE.sum(dim=0), order_R, _Exchange(sent_sizes, received_sizes, by_expert_R)
+            sorted_RD, received_XE.sum(dim=0), order_R, _Exchange(sent_sizes, received_sizes, by_expert_R), top_k
         )
 
     def split_sizes(self, sent_XE: Tensor, received_XE: Tensor) -> tuple[list[int], list[int]]:

@@ -27,7 +27,7 @@ class GradientBuffers:
 
     def _adder(self, index: int):  # noqa: ANN202 - a torch hook
         def add(parameter: Tensor) -> None:
-            if parameter.grad is None:  # a split backward leaves it for later
+            if parameter.grad is None:  # a kernel has added it already, or leaves it for later
                 return
             self._current[index].add_(parameter.grad)
             parameter.grad = None
@@ -42,8 +42,9 @@ class GradientBuffers:
         self._attached = (module, step)
         self._buffers[slot].zero_()
         self._current = self._views[slot]
-        if self._accumulates_in_grad:
-            for parameter, view in zip(module.parameters(), self._current, strict=True):
+        for parameter, view in zip(module.parameters(), self._current, strict=True):
+            parameter.main_grad = view  # where kernels add to
+            if self._accumulates_in_grad:
                 parameter.grad = view
 
     def sum_of(self, step: int) -> Tensor:

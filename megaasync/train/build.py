@@ -28,8 +28,9 @@ from megaasync.distributed.p2p import TensorSpec
 from megaasync.distributed.rank_group import RankGroup
 from megaasync.models.initialize import initialize_
 from megaasync.models.sharding import REDUCTIONS
-from megaasync.models.transformer import DecoderStage, Splits
+from megaasync.models.transformer import Computation, DecoderStage, Splits
 from megaasync.nn.precision import at_least_float32
+from megaasync.nn.recompute import Recompute
 from megaasync.nn.tensor_parallel import TensorParallel
 from megaasync.observe.trace import Recorder
 from megaasync.optim.data_parallel import DataParallel
@@ -179,8 +180,9 @@ def build_stage(
     sizes = StageSizes(config, schedule, index=index)
     dtype, layout = DTYPES[config.train.dtype], sizes.flat_layout(rank=mesh.rank)
     splits = Splits(TensorParallel(groups.tensor, config.parallel.sequence_parallel), groups.expert)
+    computation = Computation(Recompute(config.train.recompute), config.train.loss_chunk_tokens)
     with _default_dtype(dtype), device:
-        module = DecoderStage(config.model, sizes.layers, splits)
+        module = DecoderStage(config.model, sizes.layers, splits, computation)
     initial = _initial_weights(module, config, sizes, rank=mesh.rank)
     optimizer = StageOptimizer(
         layout,

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from megaasync.config.layout import Layout
 from megaasync.data.microbatches import Microbatch
 from megaasync.distributed.rank_group import RankGroup
-from megaasync.kernels.grouped_linear import grouped_linear, grouped_linear_loop
+from megaasync.kernels.grouped_linear import grouped_linear_loop
+from megaasync.kernels.weight_gradients import expert_linear
 from megaasync.models.initialize import initialize_
 from megaasync.models.partition import deal_layers, head_cost, layer_cost
 from megaasync.models.sharding import sharding_of
@@ -31,26 +32,45 @@ def default_dtype():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("counts", [[8, 0], [0, 8], [3, 5], [4, 4], [0, 0, 8], [1, 0, 7, 0]])
-def test_grouped_linear_equals_the_loop(counts):
-    """Forward and both gradients in float32, empty groups included."""
+@pytest.mark.parametrize("sizes", [(16, 12), (16, 13), (15, 12), (7, 5)])  # odd ones cannot go through torch's kernel
+@pytest.mark.parametrize("counts", [[8, 0], [0, 8], [3, 5], [0, 0], [4, 4], [0, 0, 8], [1, 0, 7, 0]])
+def test_grouped_linear_equals_the_loop(counts, sizes):
+    """Forward and both gradients in float32, empty groups included; the weight's also added to a sum in place."""
     torch.manual_seed(0)
     counts_E = torch.tensor(counts)
-    x = torch.randn(8, 16, dtype=torch.float32, requires_grad=True)
-    w = torch.randn(len(counts), 12, 16, dtype=torch.float32, requires_grad=True)
+    x = torch.randn(sum(counts), sizes[0], dtype=torch.float32, requires_grad=True)
+    w = torch.randn(len(counts), sizes[1], sizes[0], dtype=torch.float32, requires_grad=True)
     results = []
-    for function in (grouped_linear, grouped_linear_loop):
+    for function in (expert_linear, grouped_linear_loop):
         y = function(x, w, counts_E)
         results.append((y, *torch.autograd.grad(y.square().sum() + y.sum(), (x, w))))
-    for ours, reference in zip(*results, strict=True):
-        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-4)
+    w.main_grad = torch.full_like(w, 2.0)
+    y = expert_linear(x, w, counts_E)
+    (y.square().sum() + y.sum()).backward()
+    assert w.grad is None
+    results.append((y, x.grad, w.main_grad - 2.0))
+    for result in (results[0], results[2]):
+        for ours, reference in zip(result, results[1], strict=True):
+            torch.testing.assert_close(ours, reference, rtol=1e-5, atol=2e-5)
+
+
+def test_torch_s_grouped_kernel_is_what_runs_where_shapes_allow(monkeypatch):
+    """Once forward, once for each gradient."""
+    calls, original = [], F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *args, **kw: calls.append(1) or original(*args, **kw))
+    for width, expected in ((16, 3), (15, 0)):
+        w = torch.randn(2, 12, width, dtype=torch.float32, requires_grad=True)
+        x = torch.randn(8, width, dtype=torch.float32, requires_grad=True)
+        expert_linear(x, w, torch.tensor([3, 5])).sum().backward()
+        assert len(calls) == expected
+        calls.clear()
 
 
 def test_grouped_linear_takes_an_expanded_gradient_and_no_rows():
     w = torch.randn(2, 8, 8, dtype=torch.float32, requires_grad=True)
-    grouped_linear(torch.randn(4, 8, dtype=torch.float32), w, torch.tensor([4, 0])).sum().backward()
+    expert_linear(torch.randn(4, 8, dtype=torch.float32), w, torch.tensor([4, 0])).sum().backward()
     assert w.grad[1].abs().max() == 0
-    assert grouped_linear(torch.zeros(0, 8, dtype=torch.float32), w, torch.tensor([0, 0])).shape == (0, 8)
+    assert expert_linear(torch.zeros(0, 8, dtype=torch.float32), w, torch.tensor([0, 0])).shape == (0, 8)
 
 
 def make_moe(top_k=2, shared=0):

@@ -136,6 +136,8 @@ _BASE: dict[str, Any] = {
         "on_nonfinite": "stop",
         "max_skipped": 3,
         "time_limit": None,
+        "recompute": "none",
+        "loss_chunk_tokens": 7,
     },
     "data": {"name": "synthetic", "num_tokens": 6000, "branching": 3},
     "checkpoint": {"interval": None, "keep": 2, "resume": "never", "async_save": True, "override": False},
