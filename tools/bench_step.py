@@ -73,23 +73,17 @@ def run_rank(environment: Any, plain: dict[str, Any], kind: str) -> dict[str, An
     config = validate(read(TrainConfig, plain))
     prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, say=lambda line: None)
     rows = _Rows()
-
-    def trainer_of(**how: Any) -> Any:
-        return build.build_trainer(
-            config, environment=environment, prepared=prepared, device=torch.device("cpu"), **how
-        )
-
+    before = _resident()
     if kind == "ours":
-        before = _resident()
-        trainer_of(observer=rows).train()
+        trainer = build.build_trainer(
+            config, environment=environment, prepared=prepared, device=torch.device("cpu"), observer=rows
+        )
+        trainer.train()
     else:
-        whole = trainer_of()
         model = reference.PlainDecoder(config.model)
-        model.copy_from(whole.executor.stages[0].versions.module(0))
-        source = whole.executor._source
-        whole.executor.close()
-        del whole
-        before = _resident() - sum(one.nbytes for one in model.parameters())
+        model.draw_as_ours(config.model, seed=config.train.seed)
+        tokens = build.load_tokens(config, prepared).train
+        source = build.training_source(config, tokens, share=build.DataShare(), device=torch.device("cpu"))
         reference.train_plainly(model, config, source, on_step=rows.on_step)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     gaps = [after - earlier for earlier, after in zip(rows.at[WARM:], rows.at[WARM + 1 :], strict=False)]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from megaasync.optim.update_rule import State
 
@@ -42,12 +43,25 @@ class AdamW:
         return {"m": torch.zeros_like(like), "v": torch.zeros_like(like)}
 
     def direction(self, grad: Tensor, state: State, *, count: int) -> Tensor:
-        """Bias-corrected Adam direction."""
-        beta1, beta2 = self.betas
-        state["m"].lerp_(grad, 1 - beta1)
-        state["v"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denominator = (state["v"] / (1 - beta2**count)).sqrt_().add_(self.eps)
-        return (state["m"] / (1 - beta1**count)).div_(denominator)
+        """Bias-corrected Adam direction: torch's fused step, taken on zeros, is the whole of it in one pass."""
+        moved = torch.zeros_like(grad)
+        adamw(
+            [moved],
+            [grad],
+            [state["m"]],
+            [state["v"]],
+            [],
+            [torch.full((), count - 1.0, device=grad.device)],  # which it counts on
+            fused=True,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=-1.0,
+            weight_decay=0.0,
+            eps=self.eps,
+            maximize=False,
+        )
+        return moved
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megaasync.config.schema import ConfigError
 from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.optim.delay_compensation import DelayCompensation
-from megaasync.optim.flat_layout import FlatLayout, Run, parts_of
+from megaasync.optim.flat_layout import CACHED_SCRATCH, SCRATCH, FlatLayout, Run, parts_of
 from megaasync.optim.homes import bring_home, send_back
 from megaasync.optim.torch_optimizer import TorchOptimizer
 from megaasync.optim.update_rule import State
@@ -52,6 +52,7 @@ class StageOptimizer:
         """
         self.layout, self._tensor, self._compensation = layout, tensor, compensation
         device = initial[0].device if initial else torch.device("cpu")
+        self._scratch = CACHED_SCRATCH if device.type == "cpu" else SCRATCH
         flat = torch.zeros(layout.size, dtype=dtype, device=device)
         for view, parameter in zip(layout.views(flat), initial, strict=True):
             view.copy_(parameter)
@@ -104,7 +105,7 @@ class StageOptimizer:
             if run.homes is not None:
                 self._move(run, z, x, self._direction_at_home(run, grad, state), lr=lr, ahead=ahead)
                 continue
-            for part in parts_of(grad.shape):
+            for part in parts_of(grad.shape, self._scratch):
                 direction = self._direction(run, grad[part], state, part, weights=z[part], lr=lr)
                 self._move(run, z[part], x[part], direction, lr=lr, ahead=ahead)
 
@@ -117,7 +118,7 @@ class StageOptimizer:
             run.view(publish).copy_(run.view_owned(self.master))
 
     def _compensate(self, grad: Tensor, memory: State, *, now: Tensor, then: Tensor) -> None:
-        for part in parts_of(grad.shape):
+        for part in parts_of(grad.shape, self._scratch):
             its_memory = {name: tensor[part] for name, tensor in memory.items()}
             self._compensation.apply_(grad[part], its_memory, now=now[part], then=then[part])
 
@@ -135,7 +136,7 @@ class StageOptimizer:
     def _direction_at_home(self, run: Run, grad: Tensor, state: State) -> Tensor:
         """Directions of parts of matrices, each computed for the whole matrix on one rank."""
         whole = bring_home(grad, run.homes, self._tensor)
-        for part in parts_of(whole.shape):
+        for part in parts_of(whole.shape, self._scratch):
             whole[part] = self._direction(run, whole[part], state, part)
         return send_back(whole, run.homes, self._tensor)
 

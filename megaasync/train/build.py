@@ -48,12 +48,16 @@ from megaasync.train.trainer import Observer, Trainer
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
+class Tokens:
+    """What a run trains on and is validated on."""
+
     train: TokenSequences
     validation: TokenSequences | None
 
 
-def _load_tokens(config: TrainConfig, prepared: PreparedData) -> _Tokens:
+def load_tokens(config: TrainConfig, prepared: PreparedData) -> Tokens:
+    """Cut the tokens into sequences."""
+
     def cut(tokens: np.ndarray, name: str) -> TokenSequences:
         return TokenSequences(tokens, seq_length=config.model.seq_length, vocab_size=config.model.vocab_size, name=name)
 
@@ -62,17 +66,31 @@ def _load_tokens(config: TrainConfig, prepared: PreparedData) -> _Tokens:
             vocab_size=config.model.vocab_size, branching=config.data.branching, seed=config.train.seed
         )
         held_out = max(config.data.num_tokens // 10, config.model.seq_length + 1)
-        return _Tokens(
+        return Tokens(
             cut(chain.tokens(num_tokens=config.data.num_tokens, stream=0), "synthetic data"),
             cut(chain.tokens(num_tokens=held_out, stream=1), "synthetic validation data"),
         )
     train = IndexedDataset(prepared.train).tokens
     if prepared.validation is None:
-        return _Tokens(cut(train, prepared.train), None)
+        return Tokens(cut(train, prepared.train), None)
     validation = IndexedDataset(prepared.validation).tokens
     is_split = not isinstance(config.data, IndexedData)  # a path given by the user is held to what it says
     too_short = is_split and len(validation) <= config.model.seq_length
-    return _Tokens(cut(train, prepared.train), None if too_short else cut(validation, prepared.validation))
+    return Tokens(cut(train, prepared.train), None if too_short else cut(validation, prepared.validation))
+
+
+def training_source(
+    config: TrainConfig, tokens: TokenSequences, *, share: DataShare, device: torch.device
+) -> TrainingMicrobatches:
+    """The microbatches that a rank trains on."""
+    return TrainingMicrobatches(
+        tokens,
+        micro_batch_size=config.train.micro_batch_size,
+        num_microbatches=config.num_microbatches,
+        seed=config.train.seed,
+        device=device,
+        share=share,
+    )
 
 
 @contextmanager
@@ -241,7 +259,7 @@ def build_trainer(
         check(phase.schedule)
     schedule = phases[0].schedule  # all phases have the same stages on the same ranks
     needs = needs_of(phases)
-    tokens = _load_tokens(config, prepared)
+    tokens = load_tokens(config, prepared)
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
     mesh = Mesh(config.layout, rank=environment.rank, device_type=device.type, timeout=timeout)
     groups = make_groups(mesh, schedule)
@@ -297,14 +315,7 @@ def build_trainer(
     share = DataShare(config.layout.index(mesh.rank, ("data", "expert")), config.data_ranks)
     executor = Executor(
         stages,
-        TrainingMicrobatches(
-            tokens.train,
-            micro_batch_size=config.train.micro_batch_size,
-            num_microbatches=config.num_microbatches,
-            seed=config.train.seed,
-            device=device,
-            share=share,
-        ),
+        training_source(config, tokens.train, share=share, device=device),
         updates,
         channels,
         rank=rank,

@@ -208,7 +208,7 @@ def test_a_step_in_parts_is_the_step(optimizer, monkeypatch):
         return product.optimizer.master, product.published
 
     whole = weights()
-    monkeypatch.setattr("megaasync.optim.flat_layout._SCRATCH", 40)
+    monkeypatch.setattr("megaasync.optim.stage_optimizer.CACHED_SCRATCH", 40)
     for a, b in zip(whole, weights(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-15)
 

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from megaasync.config import TrainConfig
 from megaasync.config.schema import ModelConfig
 from megaasync.data.microbatches import MicrobatchSource
-from megaasync.models.transformer import DecoderStage
+from megaasync.models.initialize import initialize_
+from megaasync.models.transformer import stage_shapes
 
 
 def _rotary(length: int, size: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -68,11 +69,10 @@ class PlainDecoder(nn.Module):
             x = block(x, self.cos, self.sin)
         return F.cross_entropy(self.head(self.final_norm(x)).flatten(0, 1), labels.flatten())
 
-    def copy_from(self, stage: DecoderStage) -> None:
-        """Take the weights of our model of the same config."""
-        with torch.no_grad():
-            for mine, other in zip(self.parameters(), stage.parameters(), strict=True):
-                mine.copy_(other)
+    def draw_as_ours(self, config: ModelConfig, *, seed: int) -> None:
+        """Take the initial weights of our model of the same config."""
+        names = stage_shapes(config, range(config.num_layers))
+        initialize_(dict(zip(names, self.parameters(), strict=True)), config, seed=seed)
 
 
 def train_plainly(
