@@ -27,6 +27,7 @@ from megaasync.data.microbatches import Microbatch
 from megaasync.distributed.mesh import Mesh
 from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, fail, run_app
 from megaasync.nn.moe import MoE
+from megaasync.nn.recompute import Recompute
 from megaasync.nn.token_dispatcher import TokenDispatcher
 from megaasync.pipeline.stage import PipelineStage
 from megaasync.pretrain import resolve_data
@@ -71,6 +72,34 @@ class _Saved:
         return tensor
 
 
+class _Watched(Recompute):
+    """Its hooks hide those around it, so it reports what it keeps by itself."""
+
+    @staticmethod
+    def place_of(tensor: Tensor) -> tuple[int, int]:
+        """Fake tensors have storages without an address."""
+        return tensor.untyped_storage()._cdata, tensor.numel()
+
+    def keep(self, tensor: Tensor) -> Any:
+        """As it is kept."""
+        kept = super().keep(tensor)
+        return self.saved.pack(kept) if isinstance(kept, Tensor) else kept
+
+    def layer(self, module: torch.nn.Module, x: Tensor, *others: Any) -> Tensor:
+        """A whole layer keeps what it is given."""
+        if self.mode == "full":
+            self.saved.pack(x)
+        return super().layer(module, x, *others)
+
+
+def _watch_recomputation(module: torch.nn.Module, saved: _Saved) -> None:
+    for one in module.modules():
+        for name in ("recompute", "_recompute"):
+            found = getattr(one, name, None)
+            if isinstance(found, Recompute):
+                found.__class__, found.saved = _Watched, saved
+
+
 def _activations(stage: PipelineStage, config: TrainConfig) -> int:
     """Bytes of one microbatch."""
     train, model, parallel = config.train, config.model, config.parallel
@@ -84,6 +113,7 @@ def _activations(stage: PipelineStage, config: TrainConfig) -> int:
     module = stage.versions.module(0)
     known = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
     saved = _Saved(known)
+    _watch_recomputation(module, saved)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
         module(x, microbatch)
     return saved.total

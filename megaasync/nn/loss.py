@@ -80,7 +80,7 @@ class _HeadLoss(torch.autograd.Function):
             total += _losses_and_gradient_(logits_CV, labels_T[part], valid_T[part], split).sum()
             if split.has_gradient:
                 grad_CV = logits_CV.to(x_TD.dtype)
-                torch.mm(grad_CV, weight_VD, out=x_grad_TD[part])
+                x_grad_TD[part] = grad_CV @ weight_VD
                 add_product_(weight_grad_VD, grad_CV, x_TD[part])
         if split.has_gradient:
             ctx.save_for_backward(x_grad_TD, weight_grad_VD)

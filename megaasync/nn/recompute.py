@@ -50,7 +50,7 @@ class Recompute:
 
     def __init__(self, mode: Mode = "none") -> None:
         self.mode = mode
-        self._recipes: dict[int, _Recipe] = {}  # of the tensors in use, by where they lie
+        self._recipes: dict[tuple[int, int], _Recipe] = {}  # of the tensors in use, by where they lie
 
     def layer(self, module: nn.Module, x: Tensor, *others: Any) -> Tensor:
         """Run a layer on x; under `full`, only x is kept."""
@@ -69,7 +69,7 @@ class Recompute:
         if self.mode != "selective" or not torch.is_grad_enabled():
             yield
             return
-        place, is_outermost = tensor.data_ptr(), not self._recipes
+        place, is_outermost = self.place_of(tensor), not self._recipes
         self._recipes[place] = _Recipe(make)
         try:
             if is_outermost:
@@ -80,9 +80,14 @@ class Recompute:
         finally:
             del self._recipes[place]
 
+    @staticmethod
+    def place_of(tensor: Tensor) -> tuple[int, int]:
+        """What a tensor and its whole views have in common."""
+        return tensor.data_ptr(), tensor.numel()
+
     def keep(self, tensor: Tensor) -> Any:
         """A hook of autograd: what is kept of a tensor that is saved."""
-        recipe = self._recipes.get(tensor.data_ptr()) if tensor.numel() else None
+        recipe = self._recipes.get(self.place_of(tensor)) if tensor.numel() else None
         return tensor if recipe is None else (recipe.expect(), tensor.shape)
 
     @staticmethod

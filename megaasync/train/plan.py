@@ -10,7 +10,7 @@ from megaasync.config.layout import AXES
 from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import ModelConfig, Taylor, TrainConfig
 from megaasync.distributed.sharding import Shape
-from megaasync.models.activations import ActivationSizes, head_workspace, stage_bytes
+from megaasync.models.activations import ActivationSizes, stage_bytes, workspace
 from megaasync.models.flops import flops_per_token, forward_flops
 from megaasync.optim.flat_layout import FlatLayout
 from megaasync.optim.update_rule import state_elements
@@ -82,7 +82,7 @@ class _Stage:
         state_elements: numbers of optimizer state, of the rank with most.
         scratch_elements: numbers that a step needs for a moment, of the rank with most.
         per_microbatch: bytes of activations.
-        workspace: bytes that the head needs for a moment.
+        workspace: bytes that the loss, or a layer that is made again, needs for a moment.
     """
 
     sizes: StageSizes
@@ -104,14 +104,13 @@ def _make_stage(config: TrainConfig, schedule: PipelineSchedule, index: int, act
     first = schedule.rank_of_stage[index] * mesh.size(REPLICAS)
     layouts = tuple(sizes.flat_layout(rank=rank) for rank in mesh.ranks_along(first, REPLICAS))
     layers = sizes.layers
-    is_last = layers.stop == config.model.num_layers
     return _Stage(
         sizes,
         layouts,
         max(_state_elements(layout, config) for layout in layouts),
         max(layout.scratch_elements for layout in layouts),
         stage_bytes(config.model, layers, activations),
-        head_workspace(config.model, activations) if is_last else 0,
+        workspace(config.model, layers, activations),
     )
 
 

@@ -57,6 +57,8 @@ def activation_sizes(config: TrainConfig) -> ActivationSizes:
         tensor=config.parallel.tensor,
         sequence_parallel=config.parallel.sequence_parallel,
         expert=config.parallel.expert,
+        recompute=config.train.recompute,
+        loss_chunk_tokens=config.train.loss_chunk_tokens,
     )
 
 
