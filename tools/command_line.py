@@ -8,11 +8,13 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megaasync.config import ConfigError, read
-from megaasync.entry.hydra_app import explain
+from megaasync.entry.hydra_app import config_folder, explain
 from megaasync.entry.spawn import Interrupted, RankFailed
 from megaasync.schedules import ScheduleError
 
@@ -37,6 +39,12 @@ def read_pairs(cls: type[Options], arguments: list[str], *, parse: Callable[[str
             raise ConfigError(f"{argument}: cannot be read as key=value; --help shows the keys")
         given[key] = parse(key, value)
     return read(cls, given)
+
+
+def compose_plain(overrides: list[str]) -> dict[str, Any]:
+    """What `megaasync.pretrain` would make of these overrides, as plain dicts."""
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        return OmegaConf.to_container(compose("pretrain", overrides), resolve=True)
 
 
 def wants_help(cls: type, page: str | None) -> bool:

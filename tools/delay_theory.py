@@ -29,7 +29,7 @@ from megaasync.observe.run_files import write_text
 from study.problems import Problem, Setting, solve
 
 _ROWS, _COLUMNS = 12, 16
-_MUON = MuonConfig("muon", 0.0, 0.0, momentum=0.0, newton_schulz_steps=5, betas=(0.9, 0.95), eps=1e-8)
+_MUON = MuonConfig("muon", 0.0, 0.0, 0.0, 5, "auto", betas=(0.9, 0.95), eps=1e-8)
 _SINGULAR_VALUES = (0.7, 1.2)  # after five Newton-Schulz steps, of all that are not tiny before
 _SCALE = 0.2 * math.sqrt(_COLUMNS)  # of Muon's update, over an orthogonal matrix
 

@@ -103,6 +103,7 @@ class MuonConfig:
     Attributes:
         momentum: mu of the moving average, Nesterov form.
         newton_schulz_steps: iterations of the orthogonalisation.
+        newton_schulz_precision: of its products; `auto` is bfloat16 on GPUs, unless the run is in float64.
         betas, eps: of AdamW for embeddings, head, router and norms.
     """
 
@@ -111,6 +112,7 @@ class MuonConfig:
     weight_decay: float
     momentum: float
     newton_schulz_steps: int
+    newton_schulz_precision: Literal["auto", "float32", "bfloat16"]
     betas: tuple[float, float]
     eps: float
 
@@ -153,7 +155,7 @@ class NorMuonConfig:
     """NorMuon (arXiv 2510.05491) for matrices, AdamW for the rest.
 
     Attributes:
-        momentum, newton_schulz_steps: as muon's.
+        momentum, newton_schulz_steps, newton_schulz_precision: as muon's.
         beta2: of the second moment of the rows.
         betas, eps: of AdamW; eps also of the rows.
     """
@@ -163,6 +165,7 @@ class NorMuonConfig:
     weight_decay: float
     momentum: float
     newton_schulz_steps: int
+    newton_schulz_precision: Literal["auto", "float32", "bfloat16"]
     beta2: float
     betas: tuple[float, float]
     eps: float

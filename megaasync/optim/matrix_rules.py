@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaasync.optim.newton_schulz import orthogonalize
+from megaasync.optim.newton_schulz import Precision, orthogonalize
 from megaasync.optim.update_rule import State
 
 
@@ -19,6 +19,7 @@ class Muon:
 
     momentum: float
     newton_schulz_steps: int
+    newton_schulz_precision: Precision = "auto"
 
     def init(self, like: Tensor) -> State:
         """Momentum."""
@@ -29,7 +30,8 @@ class Muon:
         state["m"].lerp_(grad, 1 - self.momentum)
         nesterov = torch.lerp(grad, state["m"], self.momentum)
         scale = 0.2 * math.sqrt(max(grad.shape[-2:]))
-        return orthogonalize(nesterov, steps=self.newton_schulz_steps).mul_(scale)
+        moved = orthogonalize(nesterov, steps=self.newton_schulz_steps, precision=self.newton_schulz_precision)
+        return moved.mul_(scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class NorMuon:
     newton_schulz_steps: int
     beta2: float
     eps: float
+    newton_schulz_precision: Precision = "auto"
 
     def init(self, like: Tensor) -> State:
         """Momentum, and a second moment per row."""
@@ -53,7 +56,7 @@ class NorMuon:
         """Orthogonalised Nesterov momentum with normalised rows; a zero gradient from the start gives zero."""
         state["m"].lerp_(grad, 1 - self.momentum)
         nesterov = torch.lerp(grad, state["m"], self.momentum)
-        moved = orthogonalize(nesterov, steps=self.newton_schulz_steps)
+        moved = orthogonalize(nesterov, steps=self.newton_schulz_steps, precision=self.newton_schulz_precision)
         state["v"].lerp_(moved.square().mean(dim=-1, keepdim=True), 1 - self.beta2)
         moved = moved / (state["v"].sqrt() + self.eps)
         size = torch.linalg.matrix_norm(moved, keepdim=True).clamp_min(torch.finfo(moved.dtype).tiny)

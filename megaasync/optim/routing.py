@@ -73,9 +73,11 @@ def rules_of(optimizer: OptimizerConfig) -> tuple[UpdateRule, UpdateRule | None]
         case AdanConfig():
             return Adan(optimizer.betas, optimizer.eps), None
         case MuonConfig():
-            return AdamW(optimizer.betas, optimizer.eps), Muon(optimizer.momentum, optimizer.newton_schulz_steps)
+            matrix = Muon(optimizer.momentum, optimizer.newton_schulz_steps, optimizer.newton_schulz_precision)
+            return AdamW(optimizer.betas, optimizer.eps), matrix
         case NorMuonConfig():
-            matrix = NorMuon(optimizer.momentum, optimizer.newton_schulz_steps, optimizer.beta2, optimizer.eps)
+            o = optimizer
+            matrix = NorMuon(o.momentum, o.newton_schulz_steps, o.beta2, o.eps, o.newton_schulz_precision)
             return AdamW(optimizer.betas, optimizer.eps), matrix
         case MarsConfig():
             return AdamW(optimizer.adamw_betas, optimizer.eps), Mars(optimizer.betas, optimizer.eps, optimizer.gamma)

@@ -3,16 +3,14 @@
 from datetime import timedelta
 
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from bench.case import Case
 from bench.emulated import EmulatedRun, measure
+from command_line import compose_plain
 from megaasync.config import TrainConfig, read, validate
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
-from megaasync.entry.hydra_app import config_folder
 from megaasync.observe.trace import Timeline
 from megaasync.train.build import build_trainer
 
@@ -51,8 +49,7 @@ def real_config(case: Case, overrides: tuple[str, ...]) -> TrainConfig:
         *([f"schedule.extra_in_flight={case.extra_in_flight}"] if case.extra_in_flight else []),
         f"schedule.overlap_step={str(case.overlap).lower()}",
     ]
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        plain = OmegaConf.to_container(compose("pretrain", settings), resolve=True)
+    plain = compose_plain(settings)
     plain["train"]["global_batch_size"] = case.num_microbatches * plain["train"]["micro_batch_size"]
     return validate(read(TrainConfig, plain))
 
