@@ -347,6 +347,8 @@ class LoopConfig:
         recompute: activations that the backward makes again instead of keeping them: `none`; `selective`, all but
             matrix products; `full`, all of a layer but its input.
         loss_chunk_tokens: tokens whose logits are held at once; null holds those of a whole microbatch.
+        fp8: recipe of the layers' matrix products, with kernels=te: `current` scales by each tensor, `block` and
+            `mxfp8` by blocks of it; `none` computes in dtype.
     """
 
     steps: int
@@ -366,6 +368,7 @@ class LoopConfig:
     time_limit: float | None
     recompute: Literal["none", "selective", "full"]
     loss_chunk_tokens: int | None
+    fp8: Literal["none", "current", "block", "mxfp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -608,7 +611,12 @@ ClusterConfig = LocalCluster | SlurmCluster | DockerCluster
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """The whole configuration of a run."""
+    """The whole configuration of a run.
+
+    Attributes:
+        kernels: what layers are computed with: `torch`, `te` for NVIDIA's Transformer Engine, or `auto`, which takes
+            the latter for bfloat16 on a GPU where it is installed.
+    """
 
     model: ModelConfig
     optimizer: OptimizerConfig
@@ -621,6 +629,7 @@ class TrainConfig:
     logging: LoggingConfig
     cluster: ClusterConfig
     run: RunConfig
+    kernels: Literal["auto", "torch", "te"]
     device: Literal["auto", "cpu", "cuda"]
     debug: bool
     dry_run: bool

@@ -169,6 +169,32 @@ def check_tensor(config: TrainConfig) -> None:
         raise ConfigError(f"parallel.tensor={size}: more ranks than model.vocab_size={model.vocab_size} rows")
 
 
+def check_kernels(config: TrainConfig) -> None:
+    """The backend can do what is asked of it."""
+    train, model = config.train, config.model
+    if config.kernels == "te" and train.dtype == "float64":
+        raise ConfigError("kernels=te: Transformer Engine has no float64; set train.dtype=bfloat16 or kernels=torch")
+    if config.kernels == "te" and config.device == "cpu":
+        raise ConfigError("kernels=te: Transformer Engine needs a GPU, but device=cpu; set kernels=torch")
+    if train.fp8 == "none":
+        return
+    if config.kernels != "te" or train.dtype != "bfloat16":
+        raise ConfigError(
+            f"train.fp8={train.fp8}: only Transformer Engine has it, beside bfloat16, but kernels={config.kernels} and "
+            f"train.dtype={train.dtype}; set kernels=te train.dtype=bfloat16, or train.fp8=none"
+        )
+    sizes = {"hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_hidden_size}
+    sizes |= {"moe.ffn_hidden_size": model.moe.ffn_hidden_size} if model.moe else {}
+    block = 32 if train.fp8 == "mxfp8" else 16
+    for name, size in sizes.items():
+        per_rank = size if name != "ffn_hidden_size" else size // config.parallel.tensor
+        if per_rank % block:
+            raise ConfigError(
+                f"train.fp8={train.fp8}: matrices must be multiples of {block} wide on each rank, but model.{name} is "
+                f"{per_rank} there; change it, or set train.fp8=none"
+            )
+
+
 def check_expert_parallel(config: TrainConfig) -> None:
     """Experts can be spread evenly."""
     size, moe = config.parallel.expert, config.model.moe
@@ -381,6 +407,7 @@ RULES: tuple[Callable[[TrainConfig], None], ...] = (
     check_experts,
     check_layout,
     check_tensor,
+    check_kernels,
     check_expert_parallel,
     check_cluster,
     check_batch,

@@ -11,12 +11,11 @@ from megaasync.data.microbatches import Microbatch
 from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.distributed.sharding import Shape
 from megaasync.nn.attention import Attention
+from megaasync.nn.computation import PLAIN, Computation
 from megaasync.nn.linear import Embedding, Linear
 from megaasync.nn.loss import head_loss
 from megaasync.nn.mlp import SwiGLU
 from megaasync.nn.moe import MoE
-from megaasync.nn.norm import RMSNorm
-from megaasync.nn.recompute import KEEP_ALL, Recompute
 from megaasync.nn.rope import RotaryTables
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 
@@ -37,21 +36,7 @@ class Splits:
     expert: RankGroup = ALONE
 
 
-@dataclass(frozen=True, slots=True)
-class Computation:
-    """How layers are computed, where that changes no result beyond rounding.
-
-    Attributes:
-        recompute: which activations are made again in the backward.
-        loss_chunk_tokens: tokens whose logits are held at once; None for all of a microbatch.
-    """
-
-    recompute: Recompute = KEEP_ALL
-    loss_chunk_tokens: int | None = None
-
-
 NO_SPLITS = Splits()
-PLAIN = Computation()
 
 
 class TransformerBlock(nn.Module):
@@ -61,18 +46,24 @@ class TransformerBlock(nn.Module):
         self, config: ModelConfig, layer: int, splits: Splits = NO_SPLITS, computation: Computation = PLAIN
     ) -> None:
         super().__init__()
-        hidden, tensor, recompute = config.hidden_size, splits.tensor, computation.recompute
-        self._tensor, self._recompute = tensor, recompute
-        self.attention_norm = RMSNorm(hidden, eps=config.norm_eps)
+        hidden, tensor = config.hidden_size, splits.tensor
+        self._tensor, self._recompute = tensor, computation.recompute
+        self.attention_norm = computation.kernels.norm(hidden, eps=config.norm_eps, tensor=tensor)
         self.attention = Attention(
-            hidden_size=hidden, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, tensor=tensor
+            hidden_size=hidden,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            tensor=tensor,
+            computation=computation,
         )
-        self.mlp_norm = RMSNorm(hidden, eps=config.norm_eps)
+        self.mlp_norm = computation.kernels.norm(hidden, eps=config.norm_eps, tensor=tensor)
         self._is_moe = is_moe_layer(config, layer)
         self.mlp: nn.Module = (
-            MoE(config.moe, hidden_size=hidden, tensor=tensor, expert=splits.expert, recompute=recompute)
+            MoE(config.moe, hidden_size=hidden, tensor=tensor, expert=splits.expert, computation=computation)
             if self._is_moe
-            else SwiGLU(hidden_size=hidden, ffn_hidden_size=config.ffn_hidden_size, tensor=tensor, recompute=recompute)
+            else SwiGLU(
+                hidden_size=hidden, ffn_hidden_size=config.ffn_hidden_size, tensor=tensor, computation=computation
+            )
         )
 
     def forward(self, x_BSD: Tensor, rotary: RotaryTables, mask_BS: Tensor | None) -> Tensor:
@@ -82,7 +73,7 @@ class TransformerBlock(nn.Module):
             return x_BSD + self.mlp(self.mlp_norm(x_BSD), mask_BS)
         return x_BSD + self._on_normed(x_BSD, self.mlp_norm, self.mlp)
 
-    def _on_normed(self, x_BSD: Tensor, norm: RMSNorm, layer: Callable[[Tensor], Tensor]) -> Tensor:
+    def _on_normed(self, x_BSD: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
         """A layer on the whole sequence of the norm of x."""
 
         def make() -> Tensor:
@@ -122,7 +113,9 @@ class DecoderStage(nn.Module):
             head_size=config.hidden_size // config.num_heads,
             theta=config.rope_theta,
         )
-        self.final_norm = RMSNorm(config.hidden_size, eps=config.norm_eps) if is_last else None
+        self.final_norm = (
+            computation.kernels.norm(config.hidden_size, eps=config.norm_eps, tensor=splits.tensor) if is_last else None
+        )
         self.head = Linear(config.hidden_size, splits.tensor.share(config.vocab_size)) if is_last else None
         if tied:
             self.head.weight = self.embedding.weight
@@ -141,8 +134,9 @@ class DecoderStage(nn.Module):
         if self._is_first:
             x_BSD = self.embedding(microbatch.tokens_BS)
         mask_BS = None if microbatch is None else microbatch.mask_BS
-        for layer in self.layers.values():
-            x_BSD = self._computation.recompute.layer(layer, x_BSD, self.rotary, mask_BS)
+        with self._computation.kernels.computing():
+            for layer in self.layers.values():
+                x_BSD = self._computation.recompute.layer(layer, x_BSD, self.rotary, mask_BS)
         if not self._is_last:
             return x_BSD
         return head_loss(
@@ -151,7 +145,7 @@ class DecoderStage(nn.Module):
             microbatch.labels_BS,
             microbatch.mask_BS,
             vocab_size=self._vocab_size,
-            chunk_tokens=self._computation.loss_chunk_tokens,
+            computation=self._computation,
             tensor=self._tensor,
         )
 

@@ -27,6 +27,18 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.weight_gradients)
 
 
+class RowLinear(Linear):
+    """The same of inputs that are split over tensor-parallel ranks, with their sum after it."""
+
+    def __init__(self, in_features: int, out_features: int, tensor: TensorParallel) -> None:
+        super().__init__(in_features, out_features)
+        self._tensor = tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, in of this rank] to [B, S, out], or S / size under sequence parallelism."""
+        return self._tensor.leave(super().forward(x))
+
+
 class Embedding(nn.Module):
     """Rows by token id; weight [V, D], of which tensor-parallel ranks have a run of rows each."""
 

@@ -8,7 +8,9 @@ from torch.nn import functional as F
 
 from megaasync.config.layout import local_range
 from megaasync.distributed.rank_group import ALONE, RankGroup
+from megaasync.kernels.backend import Kernels
 from megaasync.kernels.weight_gradients import add_product_, deliver
+from megaasync.nn.computation import PLAIN, Computation
 from megaasync.nn.precision import at_least_float32
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 
@@ -37,28 +39,7 @@ class _Vocabulary:
     start: int
     chunk_tokens: int
     has_gradient: bool
-
-
-def _losses_and_gradient_(logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, split: _Vocabulary) -> Tensor:
-    """[C] losses of a chunk; its logits, in at least float32, become their gradient, softmax less one at the label.
-
-    loss_t = log sum_v exp(l_tv - max_t) + max_t - l_t,label; of a vocabulary that is split over ranks only the [C]
-    numbers travel (arXiv 1909.08053, section 3).
-    """
-    group = split.group
-    largest_C = logits_CV.amax(dim=-1)
-    group.all_reduce(largest_C, largest=True)
-    logits_CV.sub_(largest_C.unsqueeze(-1))
-    labels_C = labels_C - split.start
-    here_C = (labels_C >= 0) & (labels_C < logits_CV.shape[1]) & valid_C
-    column_C1 = labels_C.where(here_C, 0).unsqueeze(-1)
-    label_logits_C = logits_CV.gather(1, column_C1).squeeze(-1).where(here_C, 0)
-    sums_2C = torch.stack([logits_CV.exp_().sum(dim=-1), label_logits_C])
-    group.all_reduce(sums_2C)
-    if split.has_gradient:
-        logits_CV.mul_((valid_C / sums_2C[0]).unsqueeze(-1))
-        logits_CV.scatter_add_(1, column_C1, -here_C.to(logits_CV.dtype).unsqueeze(-1))
-    return (sums_2C[0].log() - sums_2C[1]).where(valid_C, 0)
+    kernels: Kernels
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -76,10 +57,17 @@ class _HeadLoss(torch.autograd.Function):
             x_grad_TD, weight_grad_VD = torch.empty_like(x_TD), torch.zeros_like(weight_VD, dtype=exact)
         for start in range(0, len(x_TD), split.chunk_tokens):
             part = slice(start, start + split.chunk_tokens)
-            logits_CV = F.linear(x_TD[part], weight_VD).to(exact)
-            total += _losses_and_gradient_(logits_CV, labels_T[part], valid_T[part], split).sum()
+            losses_C, grad_CV = split.kernels.losses(
+                F.linear(x_TD[part], weight_VD).to(exact),
+                labels_T[part],
+                valid_T[part],
+                start=split.start,
+                group=split.group,
+                has_gradient=split.has_gradient,
+            )
+            total += losses_C.sum()
             if split.has_gradient:
-                grad_CV = logits_CV.to(x_TD.dtype)
+                grad_CV = grad_CV.to(x_TD.dtype)
                 x_grad_TD[part] = grad_CV @ weight_VD
                 add_product_(weight_grad_VD, grad_CV, x_TD[part])
         if split.has_gradient:
@@ -106,7 +94,7 @@ def head_loss(
     mask_BS: Tensor,
     *,
     vocab_size: int,
-    chunk_tokens: int | None,
+    computation: Computation = PLAIN,
     tensor: TensorParallel = NO_TENSOR_PARALLEL,
 ) -> Tensor:
     """Sum of the losses of the tokens under the mask, in nats.
@@ -117,7 +105,7 @@ def head_loss(
         labels_BS: [B, S] int64.
         mask_BS: [B, S] bool.
         vocab_size: V.
-        chunk_tokens: tokens whose logits are held at once; None for all.
+        computation: the backend, and how many tokens' logits are held at once.
         tensor: ranks over which the vocabulary is split.
 
     Returns:
@@ -126,5 +114,6 @@ def head_loss(
     x_TD = x_BSD.flatten(0, 1)
     group = tensor.group if tensor.size > 1 else ALONE
     start = local_range(vocab_size, index=group.index, count=group.size).start
-    split = _Vocabulary(group, start, chunk_tokens or len(x_TD), torch.is_grad_enabled())
+    chunk = computation.loss_chunk_tokens or len(x_TD)
+    split = _Vocabulary(group, start, chunk, torch.is_grad_enabled(), computation.kernels)
     return _HeadLoss.apply(x_TD, weight_VD, labels_BS.flatten(), mask_BS.flatten(), split)

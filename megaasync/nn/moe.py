@@ -1,6 +1,6 @@
 """A mixture of SwiGLU experts (arXiv 2401.06066): router, dispatcher, routed experts, optional shared experts."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -8,40 +8,35 @@ from torch import Tensor, nn
 from megaasync.config.schema import MoeConfig
 from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.kernels.activation import swiglu
-from megaasync.kernels.weight_gradients import WeightGradientQueue, expert_linear
+from megaasync.nn.computation import PLAIN, Computation
 from megaasync.nn.mlp import SwiGLU
-from megaasync.nn.recompute import KEEP_ALL, Recompute
 from megaasync.nn.router import Router
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
-from megaasync.nn.token_dispatcher import TokenDispatcher
+from megaasync.nn.token_dispatcher import Dispatched, TokenDispatcher
 
 
 class Experts(nn.Module):
-    """E SwiGLU feed-forwards: gate and up [E, F, D], down [E, D, F].
-
-    Attributes:
-        weight_gradients: where a split backward leaves the weights' gradients.
-    """
-
-    weight_gradients: WeightGradientQueue | None = None
+    """E SwiGLU feed-forwards: gate and up [E, F, D], down [E, D, F]."""
 
     def __init__(
-        self, *, num_experts: int, hidden_size: int, ffn_hidden_size: int, recompute: Recompute = KEEP_ALL
+        self, *, num_experts: int, hidden_size: int, ffn_hidden_size: int, computation: Computation = PLAIN
     ) -> None:
         super().__init__()
-        self._recompute = recompute
+        self._recompute, kernels = computation.recompute, computation.kernels
+        self.times_gate, self.times_up = (
+            kernels.expert_linear(num_experts, hidden_size, ffn_hidden_size) for _ in range(2)
+        )
+        self.times_down = kernels.expert_linear(num_experts, ffn_hidden_size, hidden_size)
         self.gate = nn.Parameter(torch.empty(num_experts, ffn_hidden_size, hidden_size))
         self.up = nn.Parameter(torch.empty(num_experts, ffn_hidden_size, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_hidden_size))
 
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """[R, D] rows sorted by expert, [E] rows of each expert, to [R, D]."""
-        queue = self.weight_gradients
-        gate_RF = expert_linear(x_RD, self.gate, counts_E, queue)
-        up_RF = expert_linear(x_RD, self.up, counts_E, queue)
+        gate_RF, up_RF = self.times_gate(x_RD, self.gate, counts_E), self.times_up(x_RD, self.up, counts_E)
         inner_RF = swiglu(gate_RF, up_RF)
         with self._recompute.instead_of(inner_RF, lambda: swiglu(gate_RF, up_RF)):
-            return expert_linear(inner_RF, self.down, counts_E, queue)
+            return self.times_down(inner_RF, self.down, counts_E)
 
 
 class _WithLoss(torch.autograd.Function):
@@ -71,29 +66,32 @@ class MoE(nn.Module):
         hidden_size: int,
         tensor: TensorParallel = NO_TENSOR_PARALLEL,
         expert: RankGroup = ALONE,
-        recompute: Recompute = KEEP_ALL,
+        computation: Computation = PLAIN,
     ) -> None:
         super().__init__()
-        self._tensor, self._recompute = tensor, recompute
-        self.router = Router(config, hidden_size=hidden_size, tensor=tensor)
+        self._tensor, self._recompute, self._kernels = tensor, computation.recompute, computation.kernels
+        self.router = Router(config, hidden_size=hidden_size, tensor=tensor, kernels=computation.kernels)
         self.experts = Experts(
             num_experts=config.num_experts // expert.size,
             hidden_size=hidden_size,
             ffn_hidden_size=config.ffn_hidden_size,
-            recompute=recompute,
+            computation=computation,
         )
         self.shared = (
             SwiGLU(
                 hidden_size=hidden_size,
                 ffn_hidden_size=config.num_shared_experts * config.ffn_hidden_size,
                 tensor=tensor,
-                recompute=recompute,
+                computation=computation,
             )
             if config.num_shared_experts
             else None
         )
         self._dispatcher = TokenDispatcher(
-            num_experts=config.num_experts, capacity_factor=config.capacity_factor, group=expert
+            num_experts=config.num_experts,
+            capacity_factor=config.capacity_factor,
+            group=expert,
+            kernels=computation.kernels,
         )
 
     def forward(self, x_BSD: Tensor, mask_BS: Tensor) -> Tensor:
@@ -110,12 +108,16 @@ class MoE(nn.Module):
         routing = self.router(mine_BSD, mask_BS)
         mine_TD = mine_BSD.flatten(0, 1)
         dispatched = self._dispatcher.dispatch(mine_TD, routing.experts_TK)
-        is_local = dispatched.exchange is None  # else the rows came from other ranks
-        again = self._recompute.instead_of(dispatched.rows_RD, lambda: dispatched.copies_of(mine_TD))
-        with again if is_local else nullcontext():
+        with self._rows_again(mine_TD, dispatched, routing.experts_TK):
             routed_RD = self.experts(dispatched.rows_RD, dispatched.counts_E)
         y_TD = self._dispatcher.combine(routed_RD, dispatched, routing.weights_TK)
         if routing.losses_3 is not None:
             y_TD = _WithLoss.apply(y_TD, routing.losses_3)
         y_BSD = self._tensor.leave_tokens(y_TD.view_as(mine_BSD))
         return y_BSD if self.shared is None else y_BSD + self.shared(self._tensor.enter(x_BSD))
+
+    def _rows_again(self, x_TD: Tensor, dispatched: Dispatched, experts_TK: Tensor) -> AbstractContextManager[None]:
+        """Copies of tokens can be made again, unless they came from other ranks or some were dropped."""
+        if dispatched.exchange is not None or not self._dispatcher.drops_none:
+            return nullcontext()
+        return self._recompute.instead_of(dispatched.rows_RD, lambda: self._kernels.permute(x_TD, experts_TK)[0])

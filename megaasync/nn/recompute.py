@@ -1,6 +1,6 @@
 """Activations that are made again in the backward and not kept: of whole layers, or of what is cheap in them.
 
-`full` keeps a layer's input and runs its forward again (arXiv 1604.06174), through torch's own checkpoint. `selective`
+`full` keeps a layer's input and runs its forward again (arXiv 1604.06174), through torch's checkpoint. `selective`
 keeps every matrix product and makes the cheap results between them again (arXiv 2205.05198): norms, the gate of a
 feed-forward, the tokens' copies in front of the experts. Neither changes a number: the weights are those of the same
 version, nothing random is drawn, and routers are not counted twice.
@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 Mode = Literal["none", "selective", "full"]
 
@@ -48,15 +47,16 @@ class Recompute:
         mode: none, selective or full.
     """
 
-    def __init__(self, mode: Mode = "none") -> None:
-        self.mode = mode
+    def __init__(self, mode: Mode = "none", checkpoint: Callable[..., Tensor] | None = None) -> None:
+        """By a mode; `checkpoint` is the backend's, for `full`."""
+        self.mode, self._checkpoint = mode, checkpoint
         self._recipes: dict[tuple[int, int], _Recipe] = {}  # of the tensors in use, by where they lie
 
     def layer(self, module: nn.Module, x: Tensor, *others: Any) -> Tensor:
         """Run a layer on x; under `full`, only x is kept."""
         if self.mode != "full" or not torch.is_grad_enabled():
             return module(x, *others)
-        return checkpoint(module, x, *others, use_reentrant=False, preserve_rng_state=False)
+        return self._checkpoint(module, x, *others)
 
     @contextmanager
     def instead_of(self, tensor: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:

@@ -22,10 +22,10 @@ class RotaryTables(nn.Module):
         self.register_buffer("cos_SK", angles_SK.cos().to(**place), persistent=False)
         self.register_buffer("sin_SK", angles_SK.sin().to(**place), persistent=False)
 
-    def rotate(self, x_BHSK: Tensor) -> Tensor:
-        """Rotate queries or keys by their positions: [B, H, S, K] to the same."""
-        length = x_BHSK.shape[2]
-        exact = x_BHSK.to(self.cos_SK.dtype)
+    def rotate(self, x_BSHK: Tensor) -> Tensor:
+        """Rotate queries or keys by their positions: [B, S, H, K] to the same."""
+        cos_S1K, sin_S1K = (table_SK[: x_BSHK.shape[1], None] for table_SK in (self.cos_SK, self.sin_SK))
+        exact = x_BSHK.to(cos_S1K.dtype)
         first, second = exact.chunk(2, dim=-1)
         turned = torch.cat([-second, first], dim=-1)
-        return (exact * self.cos_SK[:length] + turned * self.sin_SK[:length]).to(x_BHSK.dtype)
+        return (exact * cos_S1K + turned * sin_S1K).to(x_BSHK.dtype)

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megaasync.config.schema import MoeConfig
+from megaasync.kernels.backend import Kernels
 from megaasync.kernels.weight_gradients import add_product_, deliver
 from megaasync.nn.precision import at_least_float32
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from megaasync.nn.torch_kernels import TORCH_KERNELS
 
 LOSSES = ("sequence_balance_loss", "global_balance_loss", "z_loss")  # keys of MoeConfig, in the order of Routing.losses
 
@@ -89,9 +91,16 @@ class Router(nn.Module):
     observer: RoutingObserver | None = None
     layer = 0
 
-    def __init__(self, config: MoeConfig, *, hidden_size: int, tensor: TensorParallel = NO_TENSOR_PARALLEL) -> None:
+    def __init__(
+        self,
+        config: MoeConfig,
+        *,
+        hidden_size: int,
+        tensor: TensorParallel = NO_TENSOR_PARALLEL,
+        kernels: Kernels = TORCH_KERNELS,
+    ) -> None:
         super().__init__()
-        self._config, self._tensor = config, tensor
+        self._config, self._tensor, self._kernels = config, tensor, kernels
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         exact = at_least_float32(torch.get_default_dtype())
         self.register_buffer("bias_E", torch.zeros(config.num_experts, dtype=exact))
@@ -106,26 +115,20 @@ class Router(nn.Module):
         """
         config = self._config
         logits_BSE = _ExactLinear.apply(x_BSD, self.weight)
-        scores_BSE = logits_BSE.softmax(dim=-1) if config.score_function == "softmax" else logits_BSE.sigmoid()
-        scores_TE = scores_BSE.flatten(0, 1)
-        experts_TK = (scores_TE.detach() + self.bias_E).topk(config.top_k, dim=-1).indices
-        weights_TK = scores_TE.gather(1, experts_TK)
-        if config.normalize_top_k:
-            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        weights_TK, experts_TK = self._kernels.choose(logits_BSE.flatten(0, 1), self.bias_E, config)
         valid_BS = self._tensor.own_tokens(mask_BS)
         counts_E = count_choices(experts_TK, valid_BS.flatten(), config.num_experts)
         losses_3 = None
         if any(getattr(config, name) for name in LOSSES):
-            losses_3 = self._losses(logits_BSE, scores_BSE, experts_TK, mask_BS, valid_BS)
+            losses_3 = self._losses(logits_BSE, experts_TK, mask_BS, valid_BS)
         routing = Routing(weights_TK, experts_TK, counts_E, losses_3)
         if self.observer is not None:
             self.observer.add(self.layer, routing)
         return routing
 
-    def _losses(
-        self, logits_BSE: Tensor, scores_BSE: Tensor, experts_TK: Tensor, mask_BS: Tensor, valid_BS: Tensor
-    ) -> Tensor:
+    def _losses(self, logits_BSE: Tensor, experts_TK: Tensor, mask_BS: Tensor, valid_BS: Tensor) -> Tensor:
         config, num_experts = self._config, self._config.num_experts
+        scores_BSE = logits_BSE.softmax(dim=-1) if config.score_function == "softmax" else logits_BSE.sigmoid()
         valid_BS1 = valid_BS.unsqueeze(-1).to(scores_BSE.dtype)
         shares_BSE = scores_BSE / scores_BSE.sum(dim=-1, keepdim=True) * valid_BS1
         zero = scores_BSE.new_zeros(())

@@ -26,12 +26,16 @@ from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.mesh import Mesh
 from megaasync.distributed.p2p import TensorSpec
 from megaasync.distributed.rank_group import RankGroup
+from megaasync.kernels.backend import Kernels
+from megaasync.kernels.choose import choose_kernels
 from megaasync.models.initialize import initialize_
 from megaasync.models.sharding import REDUCTIONS
-from megaasync.models.transformer import Computation, DecoderStage, Splits
+from megaasync.models.transformer import DecoderStage, Splits
+from megaasync.nn.computation import Computation
 from megaasync.nn.precision import at_least_float32
 from megaasync.nn.recompute import Recompute
 from megaasync.nn.tensor_parallel import TensorParallel
+from megaasync.nn.torch_kernels import TORCH_KERNELS
 from megaasync.observe.trace import Recorder
 from megaasync.optim.data_parallel import DataParallel
 from megaasync.optim.delay_compensation import DelayCompensation
@@ -193,12 +197,14 @@ def build_stage(
     mesh: Mesh,
     groups: Groups,
     device: torch.device,
+    kernels: Kernels = TORCH_KERNELS,
 ) -> PipelineStage:
     """One stage with its weights, versions, gradient sums and optimizer."""
     sizes = StageSizes(config, schedule, index=index)
     dtype, layout = DTYPES[config.train.dtype], sizes.flat_layout(rank=mesh.rank)
     splits = Splits(TensorParallel(groups.tensor, config.parallel.sequence_parallel), groups.expert)
-    computation = Computation(Recompute(config.train.recompute), config.train.loss_chunk_tokens)
+    recompute = Recompute(config.train.recompute, kernels.checkpoint)
+    computation = Computation(kernels, recompute, config.train.loss_chunk_tokens)
     with _default_dtype(dtype), device:
         module = DecoderStage(config.model, sizes.layers, splits, computation)
     initial = _initial_weights(module, config, sizes, rank=mesh.rank)
@@ -265,8 +271,15 @@ def build_trainer(
     groups = make_groups(mesh, schedule)
     connect_groups(groups, device=device)
     rank, counts = mesh.coordinate("pipeline"), mesh.coordinate("tensor") == 0
+    kernels = choose_kernels(
+        config,
+        reference=TORCH_KERNELS,
+        device=device,
+        splits_backward=schedule.splits_backward,
+        say=files.say if files is not None else lambda line: None,
+    )
     stages = [
-        build_stage(config, schedule, needs, index=index, mesh=mesh, groups=groups, device=device)
+        build_stage(config, schedule, needs, index=index, mesh=mesh, groups=groups, device=device, kernels=kernels)
         for index in schedule.stages_of(rank)
     ]
     is_cpu = device.type == "cpu"

@@ -119,8 +119,8 @@ def test_the_router_works_in_float32_when_the_model_is_bfloat16():
 def test_rope_turns_by_position_and_keeps_relative_products():
     rotary = RotaryTables(seq_length=12, head_size=8, theta=100.0)
     q, k = torch.randn(8), torch.randn(8)
-    rows_q = rotary.rotate(q.expand(1, 1, 12, 8))[0, 0]
-    rows_k = rotary.rotate(k.expand(1, 1, 12, 8))[0, 0]
+    rows_q = rotary.rotate(q.expand(1, 12, 1, 8))[0, :, 0]
+    rows_k = rotary.rotate(k.expand(1, 12, 1, 8))[0, :, 0]
     torch.testing.assert_close(rows_q[0], q)
     torch.testing.assert_close(rows_q[3] @ rows_k[1], rows_q[9] @ rows_k[7])
 

@@ -7,10 +7,12 @@ from torch import nn
 from megaasync.data.microbatches import Microbatch
 from megaasync.kernels.weight_gradients import WeightGradientQueue, accumulate, use_queue
 from megaasync.models.initialize import initialize_
-from megaasync.models.transformer import Computation, DecoderStage, TransformerBlock
+from megaasync.models.transformer import DecoderStage, TransformerBlock
+from megaasync.nn.computation import Computation
 from megaasync.nn.loss import cross_entropy_sum, head_loss
 from megaasync.nn.norm import RMSNorm
 from megaasync.nn.recompute import Recompute
+from megaasync.nn.torch_kernels import TORCH_KERNELS
 from tests.support.configs import small_config
 
 MODES = ("none", "selective", "full")
@@ -20,7 +22,9 @@ def model_of(config, mode, chunk=None):
     torch.set_default_dtype(torch.float64)
     try:
         model = DecoderStage(
-            config, range(config.num_layers), computation=Computation(Recompute(mode), loss_chunk_tokens=chunk)
+            config,
+            range(config.num_layers),
+            computation=Computation(TORCH_KERNELS, Recompute(mode, TORCH_KERNELS.checkpoint), chunk),
         )
     finally:
         torch.set_default_dtype(torch.float32)
@@ -128,7 +132,7 @@ def test_the_loss_in_chunks_is_the_loss(chunk, dtype):
     wide = [one.detach().double().requires_grad_() for one in (x, weight)]
     expected = 2 * cross_entropy_sum(wide[0] @ wide[1].T, labels, mask)
     expected.backward()
-    loss = 2 * head_loss(x, weight, labels, mask, vocab_size=11, chunk_tokens=chunk)
+    loss = 2 * head_loss(x, weight, labels, mask, vocab_size=11, computation=Computation(loss_chunk_tokens=chunk))
     loss.backward()
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert loss.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
@@ -136,7 +140,12 @@ def test_the_loss_in_chunks_is_the_loss(chunk, dtype):
     for ours, theirs in zip((x, weight), wide, strict=True):
         largest = theirs.grad.abs().max()
         torch.testing.assert_close(ours.grad.double() / largest, theirs.grad / largest, rtol=0, atol=tolerance)
-    assert head_loss(x, weight, labels, torch.zeros_like(mask), vocab_size=11, chunk_tokens=chunk) == 0
+    assert (
+        head_loss(
+            x, weight, labels, torch.zeros_like(mask), vocab_size=11, computation=Computation(loss_chunk_tokens=chunk)
+        )
+        == 0
+    )
 
 
 def test_no_more_than_a_chunk_of_logits_is_ever_held(monkeypatch):
@@ -154,5 +163,5 @@ def test_no_more_than_a_chunk_of_logits_is_ever_held(monkeypatch):
     x, weight = torch.randn(2, 32, 6, requires_grad=True), torch.randn(101, 6, requires_grad=True)
     labels, mask = torch.randint(0, 101, (2, 32)), torch.ones(2, 32, dtype=torch.bool)
     with Watch():
-        head_loss(x, weight, labels, mask, vocab_size=101, chunk_tokens=8).backward()
+        head_loss(x, weight, labels, mask, vocab_size=101, computation=Computation(loss_chunk_tokens=8)).backward()
     assert largest[0] == 8
