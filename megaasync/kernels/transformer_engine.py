@@ -32,6 +32,16 @@ def _finish_weight_gradient(module: nn.Module, *_: Any) -> None:
         module.backward_dw()
 
 
+def _sequence_first(module: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+    """Transformer Engine scatters the first dimension: [B, S, D] to [S, B, D]."""
+    return (given[0].transpose(0, 1).contiguous(),)
+
+
+def _batch_first(module: nn.Module, given: tuple[Tensor], y_SBD: Tensor) -> Tensor:
+    """And back, of this rank's part of the sequence."""
+    return y_SBD.transpose(0, 1)
+
+
 class _Attention(nn.Module):
     """Heads of this rank, in the layout that our projections give."""
 
@@ -53,9 +63,11 @@ class _ExpertLinear(nn.Module):
 
     weight_gradients: WeightGradientQueue | None = None
 
-    def __init__(self, module: nn.Module, *, num_experts: int, pads: tuple[nn.Module, nn.Module] | None) -> None:
+    def __init__(
+        self, module: nn.Module, *, num_experts: int, pads: tuple[nn.Module, nn.Module] | None, splits: bool
+    ) -> None:
         super().__init__()
-        self._hidden, self._num_experts, self._pads = (module,), num_experts, pads
+        self._hidden, self._num_experts, self._pads, self._splits = (module,), num_experts, pads, splits
 
     def backward_dw(self) -> None:
         """The weight gradients that a split backward has put aside, oldest microbatch first."""
@@ -76,6 +88,8 @@ class _ExpertLinear(nn.Module):
     def forward(self, x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
         """[R, I] rows sorted by expert to [R, O]."""
         module = self._use(weight_EOI)
+        if self._splits:
+            x_RI = _Finish.apply(x_RI, self)
         y_RO = self._multiply(module, x_RI, counts_E)
         return _Fresh.apply(y_RO, self, weight_EOI)
 
@@ -104,6 +118,20 @@ class _Fresh(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN001 - torch's signature
         ctx.layer._use(ctx.weight)
         return grad.contiguous(), None, None
+
+
+class _Finish(torch.autograd.Function):
+    """Hands an activation on; its backward runs just after the experts'. A module's hook would hide the parameter."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layer: _ExpertLinear) -> Tensor:  # noqa: ANN001 - torch's signature
+        ctx.layer = layer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001 - torch's signature
+        _finish_weight_gradient(ctx.layer)
+        return grad, None
 
 
 class TransformerEngineKernels:
@@ -166,21 +194,23 @@ class TransformerEngineKernels:
         """With the collective after it, which Transformer Engine makes."""
         if tensor.size == 1:
             return self.linear(in_features, out_features)
-        return self._splitting(
-            self._te.Linear(
-                in_features=in_features * tensor.size,
-                out_features=out_features,
-                bias=False,
-                sequence_parallel=tensor.sequence_parallel,
-                tp_group=tensor.group.handle,
-                tp_size=tensor.size,
-                parallel_mode="row",
-                fuse_wgrad_accumulation=True,
-                params_dtype=self._dtype,
-                device=self._device,
-                delay_wgrad_compute=self._splits,
-            )
+        module = self._te.Linear(
+            in_features=in_features * tensor.size,
+            out_features=out_features,
+            bias=False,
+            sequence_parallel=tensor.sequence_parallel,
+            tp_group=tensor.group.handle,
+            tp_size=tensor.size,
+            parallel_mode="row",
+            fuse_wgrad_accumulation=True,
+            params_dtype=self._dtype,
+            device=self._device,
+            delay_wgrad_compute=self._splits,
         )
+        if tensor.sequence_parallel:
+            module.register_forward_pre_hook(_sequence_first)
+            module.register_forward_hook(_batch_first)
+        return self._splitting(module)
 
     def norm(self, hidden_size: int, *, eps: float, tensor: TensorSplit) -> nn.Module:
         """Fused."""
@@ -222,7 +252,7 @@ class TransformerEngineKernels:
         pads = None
         if self._recipe is not None:
             pads = (self._te.Fp8Padding(num_gemms=num_experts), self._te.Fp8Unpadding(num_gemms=num_experts))
-        return self._splitting(_ExpertLinear(module, num_experts=num_experts, pads=pads))
+        return _ExpertLinear(module, num_experts=num_experts, pads=pads, splits=self._splits)
 
     def choose(self, logits_TE: Tensor, bias_E: Tensor, config: RouterConfig) -> tuple[Tensor, Tensor]:
         """Fused, where its conventions are ours."""

@@ -1,0 +1,230 @@
+"""The adapter against Transformer Engine's real signatures, and through a stand-in made of them the reference."""
+
+import ast
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaasync.config import ConfigError, validate
+from megaasync.entry.spawn import spawn_ranks
+from megaasync.kernels.choose import choose_kernels
+from megaasync.nn.torch_kernels import TORCH_KERNELS
+from tests.support.configs import small_config
+from tests.support.runs import assert_same_run, put_together, run, run_rank
+from tests.support.te_stand_in import SIGNATURES, TE, Recorder, install, signature_of
+
+REPOSITORY = Path(__file__).parents[2]
+ADAPTER = REPOSITORY / "megaasync" / "kernels" / "transformer_engine.py"
+HOLDERS = {"self._te": TE, "self._te.router": f"{TE}.router"}
+
+
+def wrong_keywords(source):
+    """Keywords that the adapter gives to a name of Transformer Engine which does not take them; and unknown names."""
+    found, seen = [], set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        module = HOLDERS.get(ast.unparse(node.func.value))
+        if module is None:
+            continue
+        name = node.func.attr
+        if name not in SIGNATURES[module]:
+            found.append(f"{module} has no {name}")
+            continue
+        seen.add(name)
+        takes = SIGNATURES[module][name]["takes"]
+        parameters = signature_of(module, name, "__init__" if "__init__" in takes else "").parameters
+        if name != "checkpoint":
+            assert not node.args, f"{name}: by keyword only, so that a new order cannot hurt"
+            found += [f"{name}({one.arg}=)" for one in node.keywords if one.arg not in parameters]
+            given = {one.arg for one in node.keywords}
+            needed = [
+                one for one in parameters.values() if one.default is one.empty and one.kind is not one.VAR_KEYWORD
+            ]
+            found += [f"{name} needs {key}" for key in (one.name for one in needed) if key not in given]
+    return found, seen
+
+
+def test_every_keyword_exists_in_the_real_source():
+    found, seen = wrong_keywords(ADAPTER.read_text())
+    assert found == []
+    assert seen == set(SIGNATURES[TE]) | {"fused_topk_with_score_function"}  # all that was read is used
+
+
+@pytest.mark.parametrize(
+    "word", ["fuse_wgrad_accumulation", "num_gqa_groups", "m_splits", "merging_probs", "expert_bias"]
+)
+def test_a_misspelt_keyword_is_noticed(word, monkeypatch):
+    """By the check, or, for the call of a module, by the stand-in."""
+    misspelt = ADAPTER.read_text().replace(f"{word}=", f"{word[:-1]}=")
+    assert misspelt != ADAPTER.read_text()
+    if word == "m_splits":
+        scope = {}
+        exec(compile(misspelt, str(ADAPTER), "exec"), scope)
+        recorder = Recorder()
+        install_here(recorder, monkeypatch)
+        kernels = scope["TransformerEngineKernels"](sys.modules[TE], **HOW)
+        weight = torch.nn.Parameter(torch.randn(2, 8, 8))
+        with pytest.raises(TypeError, match="m_split"):
+            kernels.expert_linear(2, 8, 8)(torch.randn(4, 8), weight, torch.tensor([3, 1]))
+    else:
+        assert len(wrong_keywords(misspelt)[0]) > 0
+
+
+HOW = {"reference": TORCH_KERNELS, "dtype": torch.float32, "device": torch.device("cpu"), "splits_backward": False,
+       "fp8": "none"}  # fmt: skip
+
+
+def install_here(recorder, monkeypatch):
+    for name in ("transformer_engine", "transformer_engine.common", TE, f"{TE}.router",
+                 "transformer_engine.common.recipe"):  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
+    install(recorder)
+
+
+def test_the_signatures_are_those_of_the_pinned_wheel(tmp_path):
+    """Downloaded and read again; skipped where there is no package index."""
+    out = tmp_path / "read.json"
+    command = [sys.executable, str(REPOSITORY / "tools" / "te_signatures.py"), f"out={out}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ), check=False)
+    if "cannot be downloaded" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    assert json.loads(out.read_text()) == json.loads(Path(__file__).parents[1].joinpath(
+        "support", "te_signatures.json").read_text())  # fmt: skip
+
+
+def te_rank(environment, config):
+    """A run with the stand-in; on every rank its numbers and what was called."""
+    recorder = Recorder()
+    install(recorder)
+    return run_rank(environment, config), [(name, method) for name, method, _ in recorder.calls]
+
+
+def run_te(config):
+    parts = spawn_ranks(te_rank, (replace(config, kernels="te"),), world_size=config.world_size)
+    numbers = parts[0][0]
+    numbers.weights = put_together([part[0] for part in parts], config)
+    return numbers, {call for part in parts for call in part[1]}
+
+
+CASES = {
+    "two stages, experts": {"parallel__pipeline": 2},
+    "sigmoid with a bias": {"model__moe__score_function": "sigmoid", "model__moe__bias_update_rate": 0.01},
+    "softmax before": {"model__moe__normalize_top_k": False},
+    "sequence parallel": {"parallel__tensor": 2, "parallel__sequence_parallel": True},
+    "tensor": {"parallel__tensor": 2, "model__tie_embeddings": True},
+    "expert": {"parallel__expert": 2},
+    "capacity": {"model__moe__capacity_factor": 1.0},
+    "split backward": {"parallel__pipeline": 2, "schedule__name": "zb_h1"},
+    "selective": {"train__recompute": "selective", "parallel__pipeline": 2},
+    "full": {"train__recompute": "full", "parallel__pipeline": 2},
+    "padded": {},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_adapter_gives_the_reference_s_numbers(case):
+    """Losses, norms and weights of the engine, to 1e-9 in float64: forward, backward, both with versions."""
+    config = small_config(train__steps=4, **CASES[case])
+    fp8 = replace(config.train, fp8="current" if case == "padded" else "none")
+    ours, calls = run_te(replace(config, train=fp8))
+    assert_same_run(run(config), ours, tolerance=1e-9)
+    expected = {("Linear", "forward"), ("RMSNorm", "__init__"), ("DotProductAttention", "forward"),
+                ("GroupedLinear", "forward"), ("parallel_cross_entropy", "")}  # fmt: skip
+    if case != "capacity":
+        expected |= {("moe_permute", ""), ("moe_unpermute", "")}
+    expected |= {("fused_topk_with_score_function", "")}
+    if case == "split backward":
+        expected |= {("Linear", "backward_dw"), ("GroupedLinear", "backward_dw")}
+    if case == "full":
+        expected |= {("checkpoint", "")}
+    if case == "padded":
+        expected |= {("autocast", "__init__"), ("Fp8Padding", "forward"), ("Fp8Unpadding", "forward")}
+    assert expected <= calls, expected - calls
+
+
+def test_every_version_has_modules_of_its_own():
+    """Two weight versions never share a quantised weight: their modules are copies."""
+    recorder = Recorder()
+    kernels_module = importlib.import_module("megaasync.kernels.transformer_engine")
+    install(recorder)
+    kernels = kernels_module.TransformerEngineKernels(sys.modules[TE], **HOW)
+    one = kernels.expert_linear(2, 8, 8)
+    two = __import__("copy").deepcopy(one)
+    assert one._hidden[0] is not two._hidden[0]
+    assert two._hidden[0].weight0.data_ptr() != one._hidden[0].weight0.data_ptr()
+
+
+class Broken:
+    """A finder that makes an import of Transformer Engine fail as broken installs do."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("transformer_engine"):
+            raise self.error
+
+
+ERRORS = [
+    RuntimeError("Found empty transformer-engine meta package installed."),
+    RuntimeError("cudnn shared object not found."),
+    FileNotFoundError("Could not find shared object file for Transformer Engine torch lib."),
+    OSError("libcudart.so.13: cannot open shared object file"),
+    ImportError("undefined symbol: _ZN3c10"),
+]
+
+
+@pytest.fixture
+def no_engine(monkeypatch):
+    for name in [one for one in sys.modules if one.startswith("transformer_engine")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_broken_install_is_one_clear_message(error, monkeypatch, no_engine):
+    monkeypatch.setattr(sys, "meta_path", [Broken(error), *sys.meta_path])
+    said, how = [], {"reference": TORCH_KERNELS, "splits_backward": False}
+    config, device = small_config(train__dtype="bfloat16"), torch.device("cuda")
+    with pytest.raises(ConfigError, match="kernels=te: Transformer Engine is installed, but .*set kernels=torch"):
+        choose_kernels(replace(config, kernels="te"), device=device, say=said.append, **how)
+    assert choose_kernels(replace(config, kernels="auto"), device=device, say=said.append, **how) is TORCH_KERNELS
+    (line,) = said
+    assert str(error) in line and "going on with kernels=torch" in line
+
+
+def test_where_it_is_not_installed(monkeypatch, no_engine):
+    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if not isinstance(one, Broken)])
+    said, how = [], {"reference": TORCH_KERNELS, "splits_backward": False}
+    config = small_config(train__dtype="bfloat16")
+    with pytest.raises(ConfigError, match="kernels=te: Transformer Engine is not installed; .*set kernels=torch"):
+        choose_kernels(replace(config, kernels="te"), device=torch.device("cpu"), say=said.append, **how)
+    for device in ("cpu", "cuda"):
+        found = choose_kernels(replace(config, kernels="auto"), device=torch.device(device), say=said.append, **how)
+        assert found is TORCH_KERNELS
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"kernels": "te", "train__dtype": "float64", "device": "auto"}, "no float64; set train.dtype=bfloat16"),
+        ({"kernels": "te", "train__dtype": "bfloat16"}, "needs a GPU, but device=cpu; set kernels=torch"),
+        ({"train__fp8": "current"}, "train.fp8=current: .*set kernels=te train.dtype=bfloat16, or train.fp8=none"),
+        (
+            {"kernels": "te", "device": "auto", "train__dtype": "bfloat16", "train__fp8": "mxfp8"},
+            "multiples of 32 wide on each rank, but model.hidden_size is 16",
+        ),
+    ],
+)
+def test_wrong_choices_are_named(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(small_config(**overrides))
