@@ -161,7 +161,7 @@ def run_trial(trial: Trial) -> np.ndarray:
     """
     torch.set_num_threads(1)
     problem = _PROBLEMS[trial.problem](trial.seed)
-    muon = MuonConfig(_MUON.name, 0.0, 0.0, problem.momentum, 5, _MUON.betas, _MUON.eps)
+    muon = MuonConfig(_MUON.name, 0.0, 0.0, problem.momentum, 5, "auto", _MUON.betas, _MUON.eps)
     setting = Setting(muon, trial.delay, trial.corrected, trial.step_size / _SCALE, trial.steps)
     norms = [problem.norm(visit.z.view_as(problem.weight)) for visit in solve(problem, setting)]
     return np.cumsum(norms) / np.arange(1, trial.steps + 1)

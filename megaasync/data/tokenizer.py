@@ -3,9 +3,8 @@
 import hashlib
 import io
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
-
-import sentencepiece
 
 from megaasync.data import DataError
 
@@ -29,7 +28,7 @@ class Tokenizer:
             self._model_bytes = Path(path).read_bytes()
         except OSError as error:
             raise DataError(f"data.tokenizer={path}: cannot be read ({error.strerror}); give a .model file") from None
-        self._processor = sentencepiece.SentencePieceProcessor()
+        self._processor = import_module("sentencepiece").SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(self._model_bytes)
         except RuntimeError:
@@ -98,7 +97,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> bytes:
         raise DataError("no text to train a tokenizer on: every document is empty; check data.path and data.text_field")
     model = io.BytesIO()
     try:
-        sentencepiece.SentencePieceTrainer.train(
+        import_module("sentencepiece").SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
             model_writer=model,
             model_type="bpe",

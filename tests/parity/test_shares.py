@@ -66,9 +66,9 @@ def test_two_data_ranks_hold_half_of_masters_and_states_each():
 def counting_rank(environment, config):
     calls = []
 
-    def counted(matrices, *, steps):
+    def counted(matrices, *, steps, precision):
         calls.append(tuple(matrices.shape))
-        return orthogonalize(matrices, steps=steps)
+        return orthogonalize(matrices, steps=steps, precision=precision)
 
     matrix_rules.orthogonalize = counted  # of this process, which ends with the run
     numbers = run_rank(environment, config)

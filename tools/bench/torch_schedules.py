@@ -219,6 +219,13 @@ class _Updated:
         self.versions = WeightVersions(module, layout, num_slots=1)
         self.gradients = GradientBuffers([module], layout, num_buffers=1, dtype=dtype)
 
+    def attach(self, step: int) -> None:
+        """Gradients add to the sum of a step through autograd, whose graph torch's split backwards look into."""
+        module = self.versions.module(0)
+        self.gradients.attach(module, step)
+        for parameter in module.parameters():
+            del parameter.main_grad
+
 
 def run_real_rank(environment: RankEnvironment, case: Case, config: TrainConfig) -> tuple[list[float], list[float]]:
     """One rank of a real run: times at which steps ended, and losses (on the last stage's rank)."""
@@ -266,7 +273,7 @@ def run_real_rank(environment: RankEnvironment, case: Case, config: TrainConfig)
         for step in range(case.num_steps):
             microbatches = [source.get(step, i) for i in range(case.num_microbatches)]
             for one in updated:
-                one.gradients.attach(one.versions.module(0), step)
+                one.attach(step)
             given = (torch.cat([one.tokens_BS for one in microbatches]),) if 0 in held else ()
             of_step: list[Tensor] = []
             last = {"target": torch.cat([one.labels_BS for one in microbatches]), "losses": of_step}
