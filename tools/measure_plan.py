@@ -106,7 +106,8 @@ def _activations(stage: PipelineStage, config: TrainConfig) -> int:
     parts = parallel.tensor if parallel.sequence_parallel else 1
     shape = (train.micro_batch_size, model.seq_length)
     tokens = torch.zeros(shape, dtype=torch.int64)
-    microbatch = Microbatch(tokens, tokens.clone(), torch.ones(shape, dtype=torch.bool))
+    documents = tokens.clone() if train.document_mask else None
+    microbatch = Microbatch(tokens, tokens.clone(), torch.ones(shape, dtype=torch.bool), documents)
     x = None
     if not stage.is_first:
         x = torch.zeros((shape[0], shape[1] // parts, model.hidden_size), dtype=DTYPES[train.dtype]).requires_grad_()

@@ -347,6 +347,7 @@ class LoopConfig:
         recompute: activations that the backward makes again instead of keeping them: `none`; `selective`, all but
             matrix products; `full`, all of a layer but its input.
         loss_chunk_tokens: tokens whose logits are held at once; null holds those of a whole microbatch.
+        document_mask: tokens attend within their own document only, and not over the whole sequence.
         fp8: recipe of the layers' matrix products, with kernels=te: `current` scales by each tensor, `block` and
             `mxfp8` by blocks of it; `none` computes in dtype.
     """
@@ -368,6 +369,7 @@ class LoopConfig:
     time_limit: float | None
     recompute: Literal["none", "selective", "full"]
     loss_chunk_tokens: int | None
+    document_mask: bool
     fp8: Literal["none", "current", "block", "mxfp8"]
 
 

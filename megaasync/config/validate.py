@@ -195,6 +195,14 @@ def check_kernels(config: TrainConfig) -> None:
             )
 
 
+def check_documents(config: TrainConfig) -> None:
+    """There are documents to attend within."""
+    if config.train.document_mask and config.data.name == "synthetic":
+        raise ConfigError(
+            "train.document_mask=true: data=synthetic has no documents; set train.document_mask=false or other data"
+        )
+
+
 def check_expert_parallel(config: TrainConfig) -> None:
     """Experts can be spread evenly."""
     size, moe = config.parallel.expert, config.model.moe
@@ -408,6 +416,7 @@ RULES: tuple[Callable[[TrainConfig], None], ...] = (
     check_layout,
     check_tensor,
     check_kernels,
+    check_documents,
     check_expert_parallel,
     check_cluster,
     check_batch,

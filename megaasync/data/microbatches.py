@@ -21,11 +21,13 @@ class Microbatch:
         tokens_BS: [B, S] int64 inputs.
         labels_BS: [B, S] int64, the inputs shifted by one.
         mask_BS: [B, S] bool, True where the label counts.
+        documents_BS: [B, S] int64, which document a token is of; tokens attend within theirs. None for all.
     """
 
     tokens_BS: Tensor
     labels_BS: Tensor
     mask_BS: Tensor
+    documents_BS: Tensor | None = None
 
 
 class MicrobatchSource(Protocol):
@@ -42,7 +44,28 @@ class TokenSequences:
         num_sequences: how many there are.
     """
 
-    def __init__(self, tokens: np.ndarray, *, seq_length: int, vocab_size: int, name: str) -> None:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        *,
+        seq_length: int,
+        vocab_size: int,
+        name: str,
+        document_ends: np.ndarray | None = None,
+    ) -> None:
+        """Sequences.
+
+        Args:
+            tokens: the stream.
+            seq_length: S.
+            vocab_size: ids must be below it.
+            name: of the stream, for messages.
+            document_ends: where each document ends in the stream, if tokens are to attend within theirs only.
+
+        Raises:
+            DataError: there is not one sequence in it.
+        """
+        self._document_ends = document_ends
         self.num_sequences = (len(tokens) - 1) // seq_length
         if self.num_sequences < 1:
             raise DataError(
@@ -67,11 +90,24 @@ class TokenSequences:
             )
         return rows
 
+    def documents(self, indices: np.ndarray) -> np.ndarray | None:
+        """[len(indices), S] int64: the number of the document of each input token; None without documents."""
+        if self._document_ends is None:
+            return None
+        places = indices[:, None] * self._seq_length + np.arange(self._seq_length)
+        return np.searchsorted(self._document_ends, places, side="right")
 
-def _as_microbatch(rows: np.ndarray, valid: np.ndarray, device: torch.device) -> Microbatch:
-    sequences = torch.from_numpy(rows).to(device)
-    mask = torch.from_numpy(valid).to(device)[:, None].expand(-1, rows.shape[1] - 1)
-    return Microbatch(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous(), mask.contiguous())
+    def microbatch(self, indices: np.ndarray, valid: np.ndarray, device: torch.device) -> Microbatch:
+        """Sequences, of which only the valid ones count."""
+        rows, documents = self.take(indices), self.documents(indices)
+        sequences = torch.from_numpy(rows).to(device)
+        mask = torch.from_numpy(valid).to(device)[:, None].expand(-1, rows.shape[1] - 1)
+        return Microbatch(
+            sequences[:, :-1].contiguous(),
+            sequences[:, 1:].contiguous(),
+            mask.contiguous(),
+            None if documents is None else torch.from_numpy(documents).to(device),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +154,8 @@ class TrainingMicrobatches:
 
     def get(self, step: int, microbatch: int) -> Microbatch:
         """The microbatch at this address."""
-        rows = self._sequences.take(self.indices(step, microbatch))
-        return _as_microbatch(rows, np.ones(len(rows), dtype=bool), self._device)
+        indices = self.indices(step, microbatch)
+        return self._sequences.microbatch(indices, np.ones(len(indices), dtype=bool), self._device)
 
 
 class ValidationMicrobatches:
@@ -146,4 +182,4 @@ class ValidationMicrobatches:
         """Microbatch `microbatch`; the step does not matter."""
         index = (microbatch * self._share.count + self._share.index) * self._micro + np.arange(self._micro)
         valid = index < self._count
-        return _as_microbatch(self._sequences.take(np.where(valid, index, 0)), valid, self._device)
+        return self._sequences.microbatch(np.where(valid, index, 0), valid, self._device)

@@ -6,6 +6,7 @@ Parameters have the same names and shapes in every backend, so initial weights, 
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 
@@ -56,7 +57,18 @@ class Kernels(Protocol):
         """x / rms(x) * `weight` [D], computed in at least float32."""
 
     def attention(self, *, num_heads: int, num_kv_heads: int, head_size: int, tensor: TensorSplit) -> nn.Module:
-        """Causal attention of this rank's heads: query [B, S, H, K], key and value [B, S, G, K], to [B, S, H K]."""
+        """Causal attention of this rank's heads.
+
+        Of query [B, S, H, K], key and value [B, S, G, K], and what `within` made or None, to [B, S, H K].
+        """
+
+    def within(self, documents_BS: Tensor, *, dtype: torch.dtype) -> Any:
+        """What attention needs to know to stay within documents, once for all layers.
+
+        Args:
+            documents_BS: [B, S] int64, never decreasing along a sequence.
+            dtype: of the activations.
+        """
 
     def expert_linear(self, num_experts: int, in_features: int, out_features: int) -> nn.Module:
         """Many linear layers at once, whose weights are given to it.

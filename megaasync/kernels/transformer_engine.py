@@ -49,9 +49,29 @@ class _Attention(nn.Module):
         super().__init__()
         self.core = core
 
-    def forward(self, query_BSHK: Tensor, key_BSGK: Tensor, value_BSGK: Tensor) -> Tensor:
-        """To [B, S, H K]."""
-        return self.core(query_layer=query_BSHK, key_layer=key_BSGK, value_layer=value_BSGK)
+    def forward(
+        self,
+        query_BSHK: Tensor,
+        key_BSGK: Tensor,
+        value_BSGK: Tensor,
+        within: tuple[Tensor, int] | None = None,
+    ) -> Tensor:
+        """To [B, S, H K]; within documents, all sequences are one row of them."""
+        if within is None:
+            return self.core(query_layer=query_BSHK, key_layer=key_BSGK, value_layer=value_BSGK)
+        starts, longest = within
+        y_TX = self.core(
+            query_layer=query_BSHK.flatten(0, 1),
+            key_layer=key_BSGK.flatten(0, 1),
+            value_layer=value_BSGK.flatten(0, 1),
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            attn_mask_type="padding_causal",
+        )
+        return y_TX.view(*query_BSHK.shape[:2], -1)
 
 
 class _ExpertLinear(nn.Module):
@@ -236,6 +256,14 @@ class TransformerEngineKernels:
                 tp_group=tensor.group.handle,
             )
         )
+
+    def within(self, documents_BS: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """[n + 1] int32, where documents begin in the row of all sequences and where it ends; and their longest."""
+        is_first_BS = torch.ones_like(documents_BS, dtype=torch.bool)
+        is_first_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+        starts = is_first_BS.flatten().nonzero().flatten()  # the host waits: how many there are decides a shape
+        end = starts.new_tensor([documents_BS.numel()])
+        return torch.cat([starts, end]).to(torch.int32), documents_BS.shape[1]
 
     def expert_linear(self, num_experts: int, in_features: int, out_features: int) -> nn.Module:
         """One grouped product; in FP8 the rows of an expert are padded to what it needs."""

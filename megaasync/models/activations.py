@@ -24,6 +24,7 @@ class ActivationSizes:
         expert: ranks that share the experts.
         recompute: what is made again instead of kept, as `megaasync.nn.recompute` has it.
         loss_chunk_tokens: tokens whose logits are held at once; None for all.
+        mask_length: tokens that each token has a place for in the mask of documents; 0 without one.
     """
 
     tokens: int
@@ -34,6 +35,7 @@ class ActivationSizes:
     expert: int
     recompute: Mode = "none"
     loss_chunk_tokens: int | None = None
+    mask_length: int = 0
 
     @property
     def between(self) -> float:
@@ -94,7 +96,9 @@ def layer_bytes(config: ModelConfig, layer: int, sizes: ActivationSizes) -> floa
 
 def stage_bytes(config: ModelConfig, layers: range, sizes: ActivationSizes) -> int:
     """Of one stage and one microbatch on one rank; the last stage's are with the gradients that the loss has made."""
-    total = sum(layer_bytes(config, layer, sizes) for layer in layers)
+    total = (
+        sum(layer_bytes(config, layer, sizes) for layer in layers) + sizes.tokens * sizes.mask_length * sizes.compute
+    )
     if layers.start == 0:
         total += sizes.tokens * _INDEX
     if layers.stop == config.num_layers:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,9 +67,9 @@ class TransformerBlock(nn.Module):
             )
         )
 
-    def forward(self, x_BSD: Tensor, rotary: RotaryTables, mask_BS: Tensor | None) -> Tensor:
-        """[B, S, D] to [B, S, D]; a mixture of experts needs to know which tokens are valid."""
-        x_BSD = x_BSD + self._on_normed(x_BSD, self.attention_norm, lambda y_BSD: self.attention(y_BSD, rotary))
+    def forward(self, x_BSD: Tensor, rotary: RotaryTables, mask_BS: Tensor | None, within: Any) -> Tensor:
+        """[B, S, D] to [B, S, D]; a mixture of experts needs to know which tokens are valid, attention documents."""
+        x_BSD = x_BSD + self._on_normed(x_BSD, self.attention_norm, lambda y_BSD: self.attention(y_BSD, rotary, within))
         if self._is_moe:
             return x_BSD + self.mlp(self.mlp_norm(x_BSD), mask_BS)
         return x_BSD + self._on_normed(x_BSD, self.mlp_norm, self.mlp)
@@ -126,7 +127,8 @@ class DecoderStage(nn.Module):
 
         Args:
             x_BSD: [B, S, D] from the stage before, or S / size under sequence parallelism; None on the first.
-            microbatch: its tokens feed the first stage, its labels and mask the last, its mask any mixture of experts.
+            microbatch: its tokens feed the first stage, its labels and mask the last, its mask any mixture of experts,
+                its documents all.
 
         Returns:
             As x_BSD, or on the last stage the scalar sum of losses.
@@ -134,9 +136,12 @@ class DecoderStage(nn.Module):
         if self._is_first:
             x_BSD = self.embedding(microbatch.tokens_BS)
         mask_BS = None if microbatch is None else microbatch.mask_BS
-        with self._computation.kernels.computing():
+        kernels = self._computation.kernels
+        documents_BS = None if microbatch is None else microbatch.documents_BS
+        within = None if documents_BS is None else kernels.within(documents_BS, dtype=x_BSD.dtype)
+        with kernels.computing():
             for layer in self.layers.values():
-                x_BSD = self._computation.recompute.layer(layer, x_BSD, self.rotary, mask_BS)
+                x_BSD = self._computation.recompute.layer(layer, x_BSD, self.rotary, mask_BS, within)
         if not self._is_last:
             return x_BSD
         return head_loss(

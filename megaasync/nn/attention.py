@@ -1,5 +1,7 @@
 """Causal grouped-query attention: projections, rotary positions, and the backend's attention between them."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from megaasync.nn.computation import PLAIN, Computation
@@ -36,8 +38,17 @@ class Attention(nn.Module):
     def _heads(self, x_BSX: Tensor) -> Tensor:
         return x_BSX.unflatten(-1, (-1, self._head_size))
 
-    def forward(self, x_BSD: Tensor, rotary: RotaryTables) -> Tensor:
-        """[B, S, D] of the whole sequence to [B, S, D], or S / size under sequence parallelism."""
+    def forward(self, x_BSD: Tensor, rotary: RotaryTables, within: Any = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x_BSD: [B, S, D] of the whole sequence.
+            rotary: of positions; only their distances matter, so documents need not begin at 0.
+            within: documents, as the backend made it; None for the whole sequence.
+
+        Returns:
+            [B, S, D], or S / size under sequence parallelism.
+        """
         query_BSHK = rotary.rotate(self._heads(self.query(x_BSD)))
         key_BSGK = rotary.rotate(self._heads(self.key(x_BSD)))
-        return self.output(self.core(query_BSHK, key_BSGK, self._heads(self.value(x_BSD))))
+        return self.output(self.core(query_BSHK, key_BSGK, self._heads(self.value(x_BSD)), within))

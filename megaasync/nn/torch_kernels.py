@@ -20,10 +20,14 @@ from megaasync.nn.tensor_parallel import TensorParallel
 class CausalAttention(nn.Module):
     """torch's scaled dot product attention; H heads share G key-value heads (arXiv 2305.13245)."""
 
-    def forward(self, query_BSHK: Tensor, key_BSGK: Tensor, value_BSGK: Tensor) -> Tensor:
-        """To [B, S, H K]."""
+    def forward(
+        self, query_BSHK: Tensor, key_BSGK: Tensor, value_BSGK: Tensor, added_B1SS: Tensor | None = None
+    ) -> Tensor:
+        """To [B, S, H K]; [B, 1, S, S] is added to the scores, None is causal attention over the sequence."""
         heads = (one.transpose(1, 2) for one in (query_BSHK, key_BSGK, value_BSGK))
-        mixed_BHSK = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        mixed_BHSK = F.scaled_dot_product_attention(
+            *heads, attn_mask=added_B1SS, is_causal=added_B1SS is None, enable_gqa=True
+        )
         return mixed_BHSK.transpose(1, 2).flatten(2)
 
 
@@ -57,6 +61,12 @@ class TorchKernels:
     def attention(self, *, num_heads: int, num_kv_heads: int, head_size: int, tensor: TensorParallel) -> nn.Module:
         """torch's choice of a fused kernel."""
         return CausalAttention()
+
+    def within(self, documents_BS: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """[B, 1, S, S] added to scores: 0 in the same document and not later, else -inf. All layers keep one copy."""
+        allowed_BSS = (documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1)).tril_()
+        added_BSS = torch.full(allowed_BSS.shape, -torch.inf, dtype=dtype, device=allowed_BSS.device)
+        return added_BSS.masked_fill_(allowed_BSS, 0.0).unsqueeze(1)
 
     def expert_linear(self, num_experts: int, in_features: int, out_features: int) -> nn.Module:
         """A grouped matmul."""

@@ -26,7 +26,7 @@ class PipelineStage:
     sum of losses.
 
     Attributes:
-        needs_mask: the module wants to know which tokens are valid, so it wants the microbatch.
+        needs_mask: the module wants to know which tokens are valid, or of which document, so it wants the microbatch.
         balance: loads of its experts, if it has any.
     """
 
@@ -46,6 +46,7 @@ class PipelineStage:
         replicas: RankGroup = ALONE,
         counts: bool = True,
         balance_rate: float = 0.0,
+        needs_documents: bool = False,
     ) -> None:
         """A stage.
 
@@ -62,6 +63,7 @@ class PipelineStage:
             replicas: all ranks that run this stage.
             counts: this rank's losses and tokens are counted; tensor-parallel ranks all have the same.
             balance_rate: step of the routers' biases.
+            needs_documents: tokens attend within their documents.
         """
         self.index = index
         self.is_first, self.is_last = index == 0, index == num_stages - 1
@@ -75,7 +77,7 @@ class PipelineStage:
         self._replicas, self._counts = replicas, counts
         routers = [[one for one in m.modules() if hasattr(one, "fractions_E")] for m in self.versions.modules]
         self.balance = ExpertBalance(routers, bias_update_rate=balance_rate) if routers[0] else None
-        self.needs_mask = bool(routers[0])
+        self.needs_mask = bool(routers[0]) or needs_documents
         self._queue = WeightGradientQueue() if splits_backward else None
         if splits_backward:
             for replica in self.versions.modules:

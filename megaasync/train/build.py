@@ -62,8 +62,14 @@ class Tokens:
 def load_tokens(config: TrainConfig, prepared: PreparedData) -> Tokens:
     """Cut the tokens into sequences."""
 
-    def cut(tokens: np.ndarray, name: str) -> TokenSequences:
-        return TokenSequences(tokens, seq_length=config.model.seq_length, vocab_size=config.model.vocab_size, name=name)
+    def cut(tokens: np.ndarray, name: str, lengths: np.ndarray | None = None) -> TokenSequences:
+        return TokenSequences(
+            tokens,
+            seq_length=config.model.seq_length,
+            vocab_size=config.model.vocab_size,
+            name=name,
+            document_ends=np.cumsum(lengths, dtype=np.int64) if config.train.document_mask else None,
+        )
 
     if isinstance(config.data, SyntheticData):
         chain = MarkovSource(
@@ -74,13 +80,14 @@ def load_tokens(config: TrainConfig, prepared: PreparedData) -> Tokens:
             cut(chain.tokens(num_tokens=config.data.num_tokens, stream=0), "synthetic data"),
             cut(chain.tokens(num_tokens=held_out, stream=1), "synthetic validation data"),
         )
-    train = IndexedDataset(prepared.train).tokens
+    source = IndexedDataset(prepared.train)
+    train = cut(source.tokens, prepared.train, source.lengths)
     if prepared.validation is None:
-        return Tokens(cut(train, prepared.train), None)
-    validation = IndexedDataset(prepared.validation).tokens
+        return Tokens(train, None)
+    validation = IndexedDataset(prepared.validation)
     is_split = not isinstance(config.data, IndexedData)  # a path given by the user is held to what it says
-    too_short = is_split and len(validation) <= config.model.seq_length
-    return Tokens(cut(train, prepared.train), None if too_short else cut(validation, prepared.validation))
+    too_short = is_split and len(validation.tokens) <= config.model.seq_length
+    return Tokens(train, None if too_short else cut(validation.tokens, prepared.validation, validation.lengths))
 
 
 def training_source(
@@ -232,6 +239,7 @@ def build_stage(
         replicas=groups.updates[mesh.layout.effective(REPLICAS)],
         counts=mesh.coordinate("tensor") == 0,
         balance_rate=config.model.moe.bias_update_rate if config.model.moe else 0.0,
+        needs_documents=config.train.document_mask,
     )
 
 

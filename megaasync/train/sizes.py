@@ -59,6 +59,7 @@ def activation_sizes(config: TrainConfig) -> ActivationSizes:
         expert=config.parallel.expert,
         recompute=config.train.recompute,
         loss_chunk_tokens=config.train.loss_chunk_tokens,
+        mask_length=config.model.seq_length if config.train.document_mask else 0,
     )
 
 

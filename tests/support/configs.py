@@ -140,6 +140,7 @@ _BASE: dict[str, Any] = {
         "time_limit": None,
         "recompute": "none",
         "loss_chunk_tokens": 7,
+        "document_mask": False,
         "fp8": "none",
     },
     "data": {"name": "synthetic", "num_tokens": 6000, "branching": 3},

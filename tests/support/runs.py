@@ -40,7 +40,11 @@ def plain_of(config: TrainConfig) -> dict[str, Any]:
 
 
 def run_rank(
-    environment: RankEnvironment, config: TrainConfig, root: Path | None = None, resume: Path | None = None
+    environment: RankEnvironment,
+    config: TrainConfig,
+    root: Path | None = None,
+    resume: Path | None = None,
+    prepared: PreparedData | None = None,
 ) -> RunNumbers:
     """Train on this rank and collect; checkpoints go below `root`."""
     device = torch.device("cpu")
@@ -50,7 +54,7 @@ def run_rank(
     trainer = build_trainer(
         config,
         environment=environment,
-        prepared=PreparedData(None, None, None),
+        prepared=prepared or PreparedData(None, None, None),
         device=device,
         observer=numbers,
         files=root and CheckpointFiles(root, resume, plain_of(config), numbers.said.append),

@@ -93,6 +93,7 @@ def test_wrong_layouts_for_a_cluster(tmp_path):
         {"train__recompute": "selective", "parallel__expert": 2, "parallel__tensor": 2},
         {"train__recompute": "selective", "model__moe": None},
         {"train__recompute": "full"},
+        {"train__document_mask": True, "data": {"name": "indexed", "path": "none", "validation_path": None}},
     ],
     ids=[
         "experts",
@@ -105,6 +106,7 @@ def test_wrong_layouts_for_a_cluster(tmp_path):
         "selective expert",
         "selective dense",
         "full",
+        "documents",
     ],
 )
 def test_memory_is_what_fake_tensors_hold(overrides):
