@@ -76,9 +76,9 @@ class _Watched(Recompute):
     """Its hooks hide those around it, so it reports what it keeps by itself."""
 
     @staticmethod
-    def place_of(tensor: Tensor) -> tuple[int, int]:
+    def place_of(tensor: Tensor) -> tuple[Any, ...]:
         """Fake tensors have storages without an address."""
-        return tensor.untyped_storage()._cdata, tensor.numel()
+        return tensor.untyped_storage()._cdata, tensor.numel(), tensor.dtype, tensor.is_contiguous()
 
     def keep(self, tensor: Tensor) -> Any:
         """As it is kept."""

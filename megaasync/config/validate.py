@@ -183,16 +183,31 @@ def check_kernels(config: TrainConfig) -> None:
             f"train.fp8={train.fp8}: only Transformer Engine has it, beside bfloat16, but kernels={config.kernels} and "
             f"train.dtype={train.dtype}; set kernels=te train.dtype=bfloat16, or train.fp8=none"
         )
-    sizes = {"hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_hidden_size}
-    sizes |= {"moe.ffn_hidden_size": model.moe.ffn_hidden_size} if model.moe else {}
+    ranks, moe, head_size = config.parallel.tensor, model.moe, model.hidden_size // model.num_heads
     block = 32 if train.fp8 == "mxfp8" else 16
-    for name, size in sizes.items():
-        per_rank = size if name != "ffn_hidden_size" else size // config.parallel.tensor
-        if per_rank % block:
+    widths = {
+        "model.hidden_size": model.hidden_size,
+        "model.hidden_size / parallel.tensor": model.hidden_size // ranks,
+        "head size x model.num_kv_heads / parallel.tensor": head_size * model.num_kv_heads // ranks,
+        "model.ffn_hidden_size / parallel.tensor": model.ffn_hidden_size // ranks,
+    }
+    if moe is not None:
+        widths["model.moe.ffn_hidden_size"] = moe.ffn_hidden_size
+        widths["model.moe.ffn_hidden_size x num_shared_experts / parallel.tensor"] = (
+            moe.ffn_hidden_size * moe.num_shared_experts // ranks
+        )
+    for name, width in widths.items():
+        if width % block:
             raise ConfigError(
-                f"train.fp8={train.fp8}: matrices must be multiples of {block} wide on each rank, but model.{name} is "
-                f"{per_rank} there; change it, or set train.fp8=none"
+                f"train.fp8={train.fp8}: matrices must be multiples of {block} wide on each rank, but {name} is "
+                f"{width}; change it, or set train.fp8=none"
             )
+    tokens = train.micro_batch_size * model.seq_length
+    if tokens % block:
+        raise ConfigError(
+            f"train.fp8={train.fp8}: a microbatch must have a multiple of {block} tokens, but train.micro_batch_size x "
+            f"model.seq_length is {tokens}; change one of them, or set train.fp8=none"
+        )
 
 
 def check_documents(config: TrainConfig) -> None:

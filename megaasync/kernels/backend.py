@@ -79,6 +79,9 @@ class Kernels(Protocol):
     def choose(self, logits_TE: Tensor, bias_E: Tensor, config: RouterConfig) -> tuple[Tensor, Tensor]:
         """Weights [T, K] in at least float32 and experts [T, K] int64 of each token."""
 
+    def row_counts(self, counts_E: Tensor) -> Tensor:
+        """The rows of each expert, where `expert_linear` wants them; asked for once per layer."""
+
     def permute(self, x_TD: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens, once for each of their experts, sorted by expert: [R, D], and what `unpermute` needs to know."""
 
@@ -86,7 +89,15 @@ class Kernels(Protocol):
         """[T, D]: the sum of each token's rows by their weights."""
 
     def losses(
-        self, logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, start: int, group: Any, has_gradient: bool
+        self,
+        logits_CV: Tensor,
+        labels_C: Tensor,
+        valid_C: Tensor,
+        *,
+        vocab_size: int,
+        start: int,
+        group: Any,
+        has_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Cross entropy of tokens, and its gradient.
 
@@ -94,6 +105,7 @@ class Kernels(Protocol):
             logits_CV: [C, V of this rank] in at least float32; may be overwritten.
             labels_C: [C] int64 of the whole vocabulary.
             valid_C: [C] bool; of other tokens losses and gradients are zero.
+            vocab_size: of all ranks.
             start: where this rank's part of the vocabulary begins.
             group: ranks over which it is split.
             has_gradient: whether the gradient is wanted.

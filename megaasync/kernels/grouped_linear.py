@@ -52,7 +52,9 @@ def grouped_product(grad_RO: Tensor, x_RI: Tensor, counts_E: Tensor) -> Tensor:
         sizes = counts_E.tolist()
         return torch.stack([g.T @ x for g, x in zip(grad_RO.split(sizes), x_RI.split(sizes), strict=True)])
     ends_E = counts_E.cumsum(0).to(torch.int32)
-    return F.grouped_mm(grad_RO.contiguous().T, x_RI.contiguous(), offs=ends_E)
+    product_EOI = F.grouped_mm(grad_RO.contiguous().T, x_RI.contiguous(), offs=ends_E)
+    # on some GPUs the kernel leaves what an empty group had in memory (pytorch issue 172439)
+    return product_EOI.masked_fill_((counts_E == 0).view(-1, 1, 1), 0.0)
 
 
 def add_grouped_product_(total_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, counts_E: Tensor) -> None:

@@ -276,7 +276,11 @@ class TransformerEngineKernels:
             params_dtype=self._dtype,
             device=self._device,
             delay_wgrad_compute=self._splits,
+            save_original_input=self._recipe is None,  # else it saves parts of it, that no recipe could make again
         )
+        for expert in range(num_experts):  # ours come with the first call
+            alias = getattr(module, f"weight{expert}")
+            alias.data = alias.data.new_empty(0)
         pads = None
         if self._recipe is not None:
             pads = (self._te.Fp8Padding(num_gemms=num_experts), self._te.Fp8Unpadding(num_gemms=num_experts))
@@ -301,6 +305,10 @@ class TransformerEngineKernels:
         )
         return probabilities_TE.gather(1, experts_TK), experts_TK
 
+    def row_counts(self, counts_E: Tensor) -> Tensor:
+        """On the host, which asks for them anyway: once for the three products of a layer."""
+        return counts_E.cpu()
+
     def permute(self, x_TD: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Fused."""
         return self._te.moe_permute(
@@ -315,13 +323,26 @@ class TransformerEngineKernels:
         return self._te.moe_unpermute(inp=y_RD, row_id_map=order, merging_probs=weights_TK, map_type="index")
 
     def losses(
-        self, logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, start: int, group: Any, has_gradient: bool
+        self,
+        logits_CV: Tensor,
+        labels_C: Tensor,
+        valid_C: Tensor,
+        *,
+        vocab_size: int,
+        start: int,
+        group: Any,
+        has_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Fused, where every rank has as much of the vocabulary as any other."""
-        is_uneven = group.size > 1 and start != group.index * logits_CV.shape[1]
-        if is_uneven or not has_gradient:
+        """Fused, where every rank has as much of the vocabulary as any other, and a gradient is wanted."""
+        if vocab_size % group.size or not has_gradient:  # the same on all ranks: their collectives must meet
             return self._reference.losses(
-                logits_CV, labels_C, valid_C, start=start, group=group, has_gradient=has_gradient
+                logits_CV,
+                labels_C,
+                valid_C,
+                vocab_size=vocab_size,
+                start=start,
+                group=group,
+                has_gradient=has_gradient,
             )
         logits_1CV = logits_CV.detach().unsqueeze(0).requires_grad_()
         with torch.enable_grad():

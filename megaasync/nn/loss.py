@@ -35,6 +35,7 @@ def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor, mask_BS: Tensor) ->
 class _Vocabulary:
     """Over which ranks the vocabulary is split, where this rank's part of it starts, and how the loss is computed."""
 
+    size: int
     group: RankGroup
     start: int
     chunk_tokens: int
@@ -61,6 +62,7 @@ class _HeadLoss(torch.autograd.Function):
                 F.linear(x_TD[part], weight_VD).to(exact),
                 labels_T[part],
                 valid_T[part],
+                vocab_size=split.size,
                 start=split.start,
                 group=split.group,
                 has_gradient=split.has_gradient,
@@ -115,5 +117,5 @@ def head_loss(
     group = tensor.group if tensor.size > 1 else ALONE
     start = local_range(vocab_size, index=group.index, count=group.size).start
     chunk = computation.loss_chunk_tokens or len(x_TD)
-    split = _Vocabulary(group, start, chunk, torch.is_grad_enabled(), computation.kernels)
+    split = _Vocabulary(vocab_size, group, start, chunk, torch.is_grad_enabled(), computation.kernels)
     return _HeadLoss.apply(x_TD, weight_VD, labels_BS.flatten(), mask_BS.flatten(), split)

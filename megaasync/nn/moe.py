@@ -22,7 +22,8 @@ class Experts(nn.Module):
         self, *, num_experts: int, hidden_size: int, ffn_hidden_size: int, computation: Computation = PLAIN
     ) -> None:
         super().__init__()
-        self._recompute, kernels = computation.recompute, computation.kernels
+        self._recompute, self._kernels = computation.recompute, computation.kernels
+        kernels = self._kernels
         self.times_gate, self.times_up = (
             kernels.expert_linear(num_experts, hidden_size, ffn_hidden_size) for _ in range(2)
         )
@@ -33,6 +34,7 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """[R, D] rows sorted by expert, [E] rows of each expert, to [R, D]."""
+        counts_E = self._kernels.row_counts(counts_E)
         gate_RF, up_RF = self.times_gate(x_RD, self.gate, counts_E), self.times_up(x_RD, self.up, counts_E)
         inner_RF = swiglu(gate_RF, up_RF)
         with self._recompute.instead_of(inner_RF, lambda: swiglu(gate_RF, up_RF)):

@@ -50,7 +50,7 @@ class Recompute:
     def __init__(self, mode: Mode = "none", checkpoint: Callable[..., Tensor] | None = None) -> None:
         """By a mode; `checkpoint` is the backend's, for `full`."""
         self.mode, self._checkpoint = mode, checkpoint
-        self._recipes: dict[tuple[int, int], _Recipe] = {}  # of the tensors in use, by where they lie
+        self._recipes: dict[tuple[Any, ...], _Recipe] = {}  # of the tensors in use, by where they lie
 
     def layer(self, module: nn.Module, x: Tensor, *others: Any) -> Tensor:
         """Run a layer on x; under `full`, only x is kept."""
@@ -81,13 +81,13 @@ class Recompute:
             del self._recipes[place]
 
     @staticmethod
-    def place_of(tensor: Tensor) -> tuple[int, int]:
-        """What a tensor and its whole views have in common."""
-        return tensor.data_ptr(), tensor.numel()
+    def place_of(tensor: Tensor) -> tuple[Any, ...]:
+        """What a contiguous tensor and its views in the same order have in common."""
+        return tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.is_contiguous()
 
     def keep(self, tensor: Tensor) -> Any:
         """A hook of autograd: what is kept of a tensor that is saved."""
-        recipe = self._recipes.get(self.place_of(tensor)) if tensor.numel() else None
+        recipe = self._recipes.get(self.place_of(tensor)) if tensor.numel() and tensor.is_contiguous() else None
         return tensor if recipe is None else (recipe.expect(), tensor.shape)
 
     @staticmethod

@@ -110,7 +110,7 @@ class TokenDispatcher:
         return rows_RD, order_R, counts_E.clamp_max(capacity)
 
     def split_sizes(self, sent_XE: Tensor, received_XE: Tensor) -> tuple[list[int], list[int]]:
-        """Rows to and from each rank; the one place where the host waits for the device."""
+        """Rows to and from each rank, for which the host waits."""
         sent, received = torch.stack([sent_XE.sum(dim=1), received_XE.sum(dim=1)]).tolist()
         return sent, received
 

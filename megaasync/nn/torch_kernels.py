@@ -81,6 +81,10 @@ class TorchKernels:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         return weights_TK, experts_TK
 
+    def row_counts(self, counts_E: Tensor) -> Tensor:
+        """As they are: on the device."""
+        return counts_E
+
     def permute(self, x_TD: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor]:
         """One gather."""
         return copies_by_expert(x_TD, experts_TK)
@@ -90,7 +94,15 @@ class TorchKernels:
         return sum_of_copies(y_RD, order, weights_TK)
 
     def losses(
-        self, logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, start: int, group: RankGroup, has_gradient: bool
+        self,
+        logits_CV: Tensor,
+        labels_C: Tensor,
+        valid_C: Tensor,
+        *,
+        vocab_size: int,
+        start: int,
+        group: RankGroup,
+        has_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """In place: the gradient, softmax less one at the label, takes the logits' memory.
 

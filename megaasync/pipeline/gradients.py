@@ -19,7 +19,9 @@ class GradientBuffers:
         self._views = [layout.views(buffer) for buffer in self._buffers]
         self._accumulates_in_grad = sample.dtype is dtype
         self._current: list[Tensor] = self._views[0]
-        self._attached: tuple[nn.Module, int] | None = None
+        self._steps: list[int | None] = [None] * num_buffers
+        # not the module itself: its parameters' hooks hold this object, and python cannot see that circle to free it
+        self._attached: tuple[int, int] | None = None
         if not self._accumulates_in_grad:
             for module in modules:
                 for index, parameter in enumerate(module.parameters()):
@@ -36,11 +38,13 @@ class GradientBuffers:
 
     def attach(self, module: nn.Module, step: int) -> None:
         """Make the backwards of `module` add to the sum of `step`; the first call for a step zeroes the sum."""
-        if self._attached == (module, step):
+        if self._attached == (id(module), step):
             return
         slot = step % len(self._buffers)
-        self._attached = (module, step)
-        self._buffers[slot].zero_()
+        self._attached = (id(module), step)
+        if self._steps[slot] != step:
+            self._steps[slot] = step
+            self._buffers[slot].zero_()
         self._current = self._views[slot]
         for parameter, view in zip(module.parameters(), self._current, strict=True):
             parameter.main_grad = view  # where kernels add to

@@ -5,11 +5,19 @@ recomputation all see one version (METHOD.md section 2, version trap). All slots
 """
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from megaasync.optim.flat_layout import FlatLayout
+
+
+def _groups_of(module: nn.Module) -> dict[int, Any]:
+    """Process groups that layers hold, for copies to hold too: they talk to the same ranks."""
+    held = (value for one in module.modules() for value in vars(one).values())
+    return {id(value): value for value in held if isinstance(value, dist.ProcessGroup)}
 
 
 class WeightVersions:
@@ -21,7 +29,7 @@ class WeightVersions:
 
     def __init__(self, module: nn.Module, layout: FlatLayout, *, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._modules = [module, *(copy.deepcopy(module) for _ in range(num_slots - 1))]
+        self._modules = [module, *(copy.deepcopy(module, _groups_of(module)) for _ in range(num_slots - 1))]
         self._flat = [self._flatten_(replica, layout) for replica in self._modules]
 
     @staticmethod

@@ -16,7 +16,7 @@ from megaasync.checkpoint.keeper import CheckpointKeeper
 from megaasync.checkpoint.stage_state import StageState
 from megaasync.config.layout import AXES
 from megaasync.config.pipeline import phases_of
-from megaasync.config.schema import IndexedData, SyntheticData, Taylor, TrainConfig
+from megaasync.config.schema import ConfigError, IndexedData, SyntheticData, Taylor, TrainConfig
 from megaasync.data.indexed_dataset import IndexedDataset
 from megaasync.data.microbatches import DataShare, TokenSequences, TrainingMicrobatches, ValidationMicrobatches
 from megaasync.data.prepare import PreparedData
@@ -286,6 +286,7 @@ def build_trainer(
         splits_backward=schedule.splits_backward,
         say=files.say if files is not None else lambda line: None,
     )
+    _check_alike(kernels, groups.all, device=device)
     stages = [
         build_stage(config, schedule, needs, index=index, mesh=mesh, groups=groups, device=device, kernels=kernels)
         for index in schedule.stages_of(rank)
@@ -360,8 +361,32 @@ def build_trainer(
         if files.resume is not None:
             checkpoints.resume(files.resume, phases)
     return Trainer(
-        config, phases, executor, validation, recorder=recorder, observer=observer, checkpoints=checkpoints, began=began
+        config,
+        phases,
+        executor,
+        validation,
+        recorder=recorder,
+        observer=observer,
+        checkpoints=checkpoints,
+        began=began,
+        kernels=kernels.name,
     )
+
+
+def _check_alike(kernels: Kernels, group: RankGroup, *, device: torch.device) -> None:
+    """All ranks compute with the same backend: inside a layer that they share, two would not meet.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    with_torch = torch.full((), float(kernels is TORCH_KERNELS), device=device)
+    group.all_reduce(with_torch)
+    without = int(with_torch.item())
+    if without not in (0, group.size):
+        raise ConfigError(
+            f"kernels=auto: Transformer Engine works on {group.size - without} of {group.size} ranks only; "
+            "look at its install on the others, or set kernels=torch"
+        )
 
 
 def _checkpoints(

@@ -49,7 +49,7 @@ class RunOutput:
         """Tell the user."""
         self._progress.say(line)
 
-    def begin(self, *, has_validation: bool, step: int, checkpoint: Path | None) -> None:
+    def begin(self, *, has_validation: bool, step: int, checkpoint: Path | None, kernels: str) -> None:
         """Training is about to begin, from `step` on: everything that a wrong config or file can stop is passed."""
         write_json(self._folder / "plan.json", self._plan)
         (self._folder / REQUEUE).unlink(missing_ok=True)
@@ -60,10 +60,13 @@ class RunOutput:
                 "checkpoint": None if checkpoint is None else str(checkpoint),
                 "layout": self._plan["layout"],
                 "clip": self._plan["clip"],
+                "kernels": kernels,
             }
         )
         self._progress.__enter__()
         self._progress.say(render_plan(self._plan))
+        if kernels != "torch":
+            self._progress.say(f"kernels    {kernels}")
         if checkpoint is not None:
             self._progress.say(f"goes on after step {step} from {checkpoint}")
         if not has_validation:

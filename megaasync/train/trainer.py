@@ -68,7 +68,11 @@ def _peak_memory() -> int:
 
 
 class Trainer:
-    """Runs a configured training on one rank; all ranks run the same trainer."""
+    """Runs a configured training on one rank; all ranks run the same trainer.
+
+    Attributes:
+        kernels: name of the backend that layers compute with.
+    """
 
     def __init__(
         self,
@@ -81,7 +85,10 @@ class Trainer:
         observer: Observer | None = None,
         checkpoints: RunCheckpoints | None = None,
         began: float | None = None,
+        kernels: str = "torch",
     ) -> None:
+        """A trainer of what `megaasync.train.build` has put together; `kernels` is the name of the backend."""
+        self.kernels = kernels
         self._started = perf_counter() if began is None else began
         self._checkpoints = checkpoints
         self._config, self._phases, self.executor = config, phases, executor

@@ -91,7 +91,12 @@ def run_rank(
         )
         _stop_on_signals(trainer)
         if output is not None:
-            output.begin(has_validation=trainer.has_validation, step=trainer.start, checkpoint=resume)
+            output.begin(
+                has_validation=trainer.has_validation,
+                step=trainer.start,
+                checkpoint=resume,
+                kernels=trainer.kernels,
+            )
         outcome = trainer.train()
         if output is not None:
             output.finish(outcome)

@@ -113,11 +113,25 @@ def test_less_is_kept():
     assert held["full"] < held["selective"] < held["none"]
 
 
-def test_nothing_is_counted_twice_or_made_again_without_gradients():
-    config = small_config(model__moe=None).model
+def test_nothing_is_kept_to_be_made_again_without_gradients(monkeypatch):
+    config, calls = small_config(model__moe=None).model, []
+    monkeypatch.setattr(type(TORCH_KERNELS), "checkpoint", lambda *args: calls.append(args) or args[1](*args[2:]))
     model = model_of(config, "full")
     with torch.no_grad():
-        assert not model(None, batch_of(config)).requires_grad
+        model(None, batch_of(config))
+    assert calls == []
+    model(None, batch_of(config))
+    assert len(calls) == config.num_layers
+
+
+def test_a_view_in_another_order_is_kept_as_it_is():
+    """It has the address and the size of what can be made again, and other contents."""
+    recompute, x = Recompute("selective"), torch.arange(6.0, requires_grad=True)
+    made = (x * 2).view(2, 3)
+    with recompute.instead_of(made, lambda: (x.detach() * 2).view(2, 3)):
+        y = (made.T * made.T.detach()).sum() + made.square().sum()
+    (grad,) = torch.autograd.grad(y, x)
+    torch.testing.assert_close(grad, 3 * 4 * x.detach())
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 5, 16, 100, None])

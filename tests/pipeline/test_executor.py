@@ -1,9 +1,11 @@
 """The executor on real ranks: masks, numbers that are not finite, stops, precision, buffers."""
 
 import functools
+import gc
 import os
 import signal
 import time
+import weakref
 from datetime import timedelta
 
 import numpy as np
@@ -451,6 +453,18 @@ def test_bfloat16_masters_start_from_the_draw_and_not_from_its_rounding():
     assert torch.equal(stage.whole_master(), exact.whole_master())
     assert torch.equal(stage.versions.flat(0), exact.whole_master().to(torch.bfloat16))
     assert not torch.equal(stage.whole_master(), exact.whole_master().to(torch.bfloat16).float())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_that_is_over_gives_its_memory_back(dtype):
+    """Hooks of parameters hold the gradient sums; a circle through them could never be collected."""
+    trainer = build(ALONE, small_config(train__dtype=dtype, train__steps=3))
+    trainer.train()
+    stage = trainer.executor.stages[0]
+    held = [weakref.ref(one) for one in (stage.gradients, stage.versions.module(0), stage.gradients.sum_of(0))]
+    del trainer, stage
+    gc.collect()
+    assert [one() for one in held] == [None] * 3
 
 
 def test_float32_stays_near_float64_for_a_dense_model():

@@ -34,6 +34,9 @@ class Recorder:
     def __init__(self):
         self.calls = []
 
+    def __deepcopy__(self, memo):
+        return self
+
     def bind(self, module, name, method, args, kwargs):
         """Record a call; TypeError for what the real one does not take."""
         bound = signature_of(module, name, method).bind(*args, **kwargs)
@@ -50,17 +53,18 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, module, splits, *weights):
         ctx.module, ctx.splits, ctx.weights = module, splits, weights
-        ctx.save_for_backward(x)
         parts = x.split(splits) if splits is not None else (x,)
+        ctx.saves_whole = splits is None or module.given["save_original_input"]
+        ctx.save_for_backward(*((x,) if ctx.saves_whole else parts))
         y = torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)])
         return module.leave(y)
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), module = ctx.saved_tensors, ctx.module
+        saved, module = ctx.saved_tensors, ctx.module
         grad = module.enter_backward(grad)
         grads = grad.split(ctx.splits) if ctx.splits is not None else (grad,)
-        parts = x.split(ctx.splits) if ctx.splits is not None else (x,)
+        parts = saved[0].split(ctx.splits) if ctx.saves_whole and ctx.splits is not None else saved
         x_grad = torch.cat([g @ w for g, w in zip(grads, ctx.weights, strict=True)])
         sums = [weight.main_grad for weight in ctx.weights]  # asked for now, as the real one does
 
@@ -80,17 +84,9 @@ class _Module(nn.Module):
         super().__init__()
         self.recorder, self.name, self.waiting = recorder, name, []
         self.given = recorder.bind(TE, name, "__init__", args, kwargs)
+        self.tp_group = self.given.get("tp_group")  # as the real one, which says nothing of how to copy it
         if self.name in ("Linear", "GroupedLinear"):
             assert self.given["fuse_wgrad_accumulation"] and self.given["bias"] is False
-
-    def __deepcopy__(self, memo):
-        copied = self.__class__.__new__(self.__class__)
-        nn.Module.__init__(copied)
-        memo[id(self)] = copied
-        for key, value in self.__dict__.items():
-            shared = key in ("recorder", "given")
-            copied.__dict__[key] = value if shared else __import__("copy").deepcopy(value, memo)
-        return copied
 
     @property
     def is_row(self):
@@ -166,7 +162,7 @@ def make_engine(recorder):
         def __init__(self, *args, **kwargs):
             super().__init__()
             self.given = dict(recorder.bind(TE, "DotProductAttention", "__init__", args, kwargs))
-            self.given.pop("tp_group")
+            self.tp_group = self.given["tp_group"]
             assert self.given["qkv_format"] == "bshd" and self.given["attn_mask_type"] == "causal"
             assert self.given["num_attention_heads"] % self.given["tp_size"] == 0
 
@@ -265,6 +261,7 @@ def make_engine(recorder):
             softmax = (logits - largest.unsqueeze(-1)).exp() / sums.unsqueeze(-1)
             grad = softmax.scatter_add(-1, column, -here.to(softmax.dtype).unsqueeze(-1)) * valid.unsqueeze(-1)
             ctx.save_for_backward(grad)
+            logits.fill_(float("nan"))  # overwrite_input: nobody may look at it again
             return (sums.log() + largest - label_logits) * valid
 
         @staticmethod

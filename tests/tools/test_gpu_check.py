@@ -5,15 +5,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
+from bench.gpu_checks import Place, _memory  # noqa: E402
 from bench.plain_config import compose, read_simple  # noqa: E402
 from command_line import compose_plain  # noqa: E402
+from megaasync.train.plan import make_plan  # noqa: E402
+from tests.support.configs import small_config  # noqa: E402
 
 CONFIGS = sorted((REPOSITORY / "hydra_configs").rglob("*.yaml"))
 
@@ -64,6 +69,17 @@ def test_the_script_needs_torch_and_numpy_only(tmp_path):
     assert list(met.values()) == [True] * 4 + [None]
     assert "skipped: no Transformer Engine here" in ran.stdout
     assert "| yes |" in ran.stdout
+
+
+def test_memory_is_held_against_the_plan(tmp_path):
+    """Only a GPU has the figure; its arithmetic is the same everywhere."""
+    place = Place(torch.device("cuda"), tmp_path, 0.0)
+    config = small_config()
+    (rank,) = make_plan(config)["ranks"]
+    for factor, is_met in ((1.0, True), (1.09, True), (1.2, False), (0.8, False)):
+        outcome = SimpleNamespace(peak_memory_bytes=int(factor * rank["total_bytes"]))
+        line = _memory(place, config, outcome)
+        assert line.is_met is is_met and f"({factor:.2f})" in line.value
 
 
 @pytest.mark.parametrize(
