@@ -10,10 +10,12 @@ FORMAT = 1
 # settings of the training that a resumed run may have otherwise only with checkpoint.override=true
 _OF_TRAINING = (
     *(("train", name) for name in ("global_batch_size", "seed", "lr_schedule", "warmup_steps", "final_lr_ratio")),
-    *(("train", name) for name in ("decay_steps", "clip_grad_norm")),
+    *(("train", name) for name in ("decay_steps", "clip_grad_norm", "document_mask")),
     ("optimizer", "lr"),
     ("optimizer", "weight_decay"),
 )
+_BEFORE = {"document_mask": False}  # what older checkpoints do not say
+_FREE = ("lr", "weight_decay", "newton_schulz_precision")  # of the optimizer: the last one changes rounding only
 _OF_RUN = ("cache_dir",)  # keys that say where something is, not what
 
 
@@ -43,11 +45,10 @@ def check_settings(meta: Mapping[str, Any], plain: Mapping[str, Any], path: Path
     for key in sorted({*plain["model"], *then["model"]} - {"name"}):
         differ(f"model.{key}", plain["model"].get(key), then["model"].get(key), other)
     differ("train.dtype", plain["train"]["dtype"], then["train"]["dtype"], other)
-    fixed = ("lr", "weight_decay")
-    differ("optimizer", _without(plain["optimizer"], fixed), _without(then["optimizer"], fixed), other)
+    differ("optimizer", _without(plain["optimizer"], _FREE), _without(then["optimizer"], _FREE), other)
     if override:
         return
     remedy = "set it back, or checkpoint.override=true to go on with the new one"
     for group, name in _OF_TRAINING:
-        differ(f"{group}.{name}", plain[group].get(name), then[group].get(name), remedy)
+        differ(f"{group}.{name}", plain[group].get(name), then[group].get(name, _BEFORE.get(name)), remedy)
     differ("data", _without(plain["data"], _OF_RUN), _without(then["data"], _OF_RUN), remedy)

@@ -189,8 +189,9 @@ def check_kernels(config: TrainConfig) -> None:
         "model.hidden_size": model.hidden_size,
         "model.hidden_size / parallel.tensor": model.hidden_size // ranks,
         "head size x model.num_kv_heads / parallel.tensor": head_size * model.num_kv_heads // ranks,
-        "model.ffn_hidden_size / parallel.tensor": model.ffn_hidden_size // ranks,
     }
+    if moe is None or moe.first_dense_layers:
+        widths["model.ffn_hidden_size / parallel.tensor"] = model.ffn_hidden_size // ranks
     if moe is not None:
         widths["model.moe.ffn_hidden_size"] = moe.ffn_hidden_size
         widths["model.moe.ffn_hidden_size x num_shared_experts / parallel.tensor"] = (

@@ -78,6 +78,7 @@ class IndexedDataset:
     Attributes:
         tokens: all tokens, [num_tokens], in file order.
         lengths: tokens of each sequence, [num_sequences] int32.
+        document_ends: where each document ends in `tokens`, [num_documents] int64; one is of one sequence or more.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -99,10 +100,14 @@ class IndexedDataset:
             raise DataError(f"{self._index_path}: holds {dtype} numbers; tokens must be whole numbers")
         self.lengths = np.frombuffer(raw, "<i4", count, start)
         self._offsets = np.frombuffer(raw, "<i8", count, start + 4 * count)
+        firsts = np.frombuffer(raw, "<i8", boundaries, start + 12 * count)  # sequences before each document, and all
         ends = np.cumsum(self.lengths, dtype=np.int64) * dtype.itemsize
         starts = ends - self.lengths.astype(np.int64) * dtype.itemsize
         if (self.lengths < 0).any() or not np.array_equal(starts, self._offsets):
             raise DataError(f"{self._index_path}: lengths and offsets contradict each other; write it again")
+        if boundaries and ((np.diff(firsts) < 0).any() or firsts[0] != 0 or firsts[-1] != count):
+            raise DataError(f"{self._index_path}: its documents are not those of its {count} sequences; write it again")
+        self.document_ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])[firsts[1:]]
         expected = int(self.lengths.sum(dtype=np.int64)) * dtype.itemsize
         size = self._bin_path.stat().st_size
         if size != expected:

@@ -258,7 +258,7 @@ class TransformerEngineKernels:
         )
 
     def within(self, documents_BS: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """[n + 1] int32, where documents begin in the row of all sequences and where it ends; and their longest."""
+        """[n + 1] int32, where documents begin in the row of all sequences, and its end; and a bound on lengths."""
         is_first_BS = torch.ones_like(documents_BS, dtype=torch.bool)
         is_first_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
         starts = is_first_BS.flatten().nonzero().flatten()  # the host waits: how many there are decides a shape

@@ -89,9 +89,6 @@ class DecoderStage(nn.Module):
     """The layers of one stage. Parameter names carry the layer's number in the whole model.
 
     The first stage turns tokens into hidden states, the last one hidden states into the sum of the losses.
-
-    Attributes:
-        needs_mask: some layer needs to know which tokens are valid.
     """
 
     def __init__(
@@ -108,7 +105,6 @@ class DecoderStage(nn.Module):
         self.layers = nn.ModuleDict(
             {str(layer): TransformerBlock(config, layer, splits, computation) for layer in layers}
         )
-        self.needs_mask = any(is_moe_layer(config, layer) for layer in layers)
         self.rotary = RotaryTables(
             seq_length=config.seq_length,
             head_size=config.hidden_size // config.num_heads,

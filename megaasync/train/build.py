@@ -62,13 +62,13 @@ class Tokens:
 def load_tokens(config: TrainConfig, prepared: PreparedData) -> Tokens:
     """Cut the tokens into sequences."""
 
-    def cut(tokens: np.ndarray, name: str, lengths: np.ndarray | None = None) -> TokenSequences:
+    def cut(tokens: np.ndarray, name: str, document_ends: np.ndarray | None = None) -> TokenSequences:
         return TokenSequences(
             tokens,
             seq_length=config.model.seq_length,
             vocab_size=config.model.vocab_size,
             name=name,
-            document_ends=np.cumsum(lengths, dtype=np.int64) if config.train.document_mask else None,
+            document_ends=document_ends if config.train.document_mask else None,
         )
 
     if isinstance(config.data, SyntheticData):
@@ -81,13 +81,13 @@ def load_tokens(config: TrainConfig, prepared: PreparedData) -> Tokens:
             cut(chain.tokens(num_tokens=held_out, stream=1), "synthetic validation data"),
         )
     source = IndexedDataset(prepared.train)
-    train = cut(source.tokens, prepared.train, source.lengths)
+    train = cut(source.tokens, prepared.train, source.document_ends)
     if prepared.validation is None:
         return Tokens(train, None)
     validation = IndexedDataset(prepared.validation)
     is_split = not isinstance(config.data, IndexedData)  # a path given by the user is held to what it says
     too_short = is_split and len(validation.tokens) <= config.model.seq_length
-    return Tokens(train, None if too_short else cut(validation.tokens, prepared.validation, validation.lengths))
+    return Tokens(train, None if too_short else cut(validation.tokens, prepared.validation, validation.document_ends))
 
 
 def training_source(
@@ -279,14 +279,13 @@ def build_trainer(
     groups = make_groups(mesh, schedule)
     connect_groups(groups, device=device)
     rank, counts = mesh.coordinate("pipeline"), mesh.coordinate("tensor") == 0
-    kernels = choose_kernels(
+    kernels = _agreed_kernels(
         config,
-        reference=TORCH_KERNELS,
+        groups.all,
         device=device,
         splits_backward=schedule.splits_backward,
         say=files.say if files is not None else lambda line: None,
     )
-    _check_alike(kernels, groups.all, device=device)
     stages = [
         build_stage(config, schedule, needs, index=index, mesh=mesh, groups=groups, device=device, kernels=kernels)
         for index in schedule.stages_of(rank)
@@ -373,20 +372,33 @@ def build_trainer(
     )
 
 
-def _check_alike(kernels: Kernels, group: RankGroup, *, device: torch.device) -> None:
-    """All ranks compute with the same backend: inside a layer that they share, two would not meet.
+def _agreed_kernels(
+    config: TrainConfig, group: RankGroup, *, device: torch.device, splits_backward: bool, say: Callable[[str], None]
+) -> Kernels:
+    """The backend, the same on all ranks: inside a layer that they share, two would not meet.
 
     Raises:
         ConfigError: on every rank.
     """
-    with_torch = torch.full((), float(kernels is TORCH_KERNELS), device=device)
-    group.all_reduce(with_torch)
-    without = int(with_torch.item())
-    if without not in (0, group.size):
+    fault: ConfigError | None = None
+    kernels: Kernels = TORCH_KERNELS
+    try:
+        kernels = choose_kernels(
+            config, reference=TORCH_KERNELS, device=device, splits_backward=splits_backward, say=say
+        )
+    except ConfigError as error:  # the others must hear of it before they wait for this rank
+        fault = error
+    without = torch.full((), float(kernels is TORCH_KERNELS), device=device)
+    group.all_reduce(without)
+    count = int(without.item())
+    if fault is not None:
+        raise fault
+    if count not in (0, group.size):
         raise ConfigError(
-            f"kernels=auto: Transformer Engine works on {group.size - without} of {group.size} ranks only; "
+            f"kernels={config.kernels}: Transformer Engine works on {group.size - count} of {group.size} ranks only; "
             "look at its install on the others, or set kernels=torch"
         )
+    return kernels
 
 
 def _checkpoints(

@@ -236,6 +236,32 @@ def test_where_it_is_not_installed(monkeypatch, no_engine):
     assert said == []
 
 
+FP8 = {"kernels": "te", "device": "auto", "train__dtype": "bfloat16", "train__fp8": "current", "model__hidden_size": 64,
+       "model__num_heads": 4, "model__num_kv_heads": 2, "model__ffn_hidden_size": 96, "model__moe__ffn_hidden_size": 48,
+       "model__moe__num_shared_experts": 1, "model__seq_length": 8, "train__micro_batch_size": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({}, None),
+        ({"model__ffn_hidden_size": 40, "model__moe__first_dense_layers": 0}, None),
+        ({"model__ffn_hidden_size": 40}, "model.ffn_hidden_size / parallel.tensor is 40"),
+        ({"parallel__tensor": 2, "model__hidden_size": 48}, "model.hidden_size / parallel.tensor is 24"),
+        ({"model__num_heads": 8, "model__num_kv_heads": 1}, "head size x model.num_kv_heads / parallel.tensor is 8"),
+        ({"model__moe__ffn_hidden_size": 40}, "model.moe.ffn_hidden_size is 40"),
+        ({"parallel__tensor": 2, "model__num_kv_heads": 4}, "num_shared_experts / parallel.tensor is 24"),
+        ({"train__micro_batch_size": 1}, "train.micro_batch_size x model.seq_length is 8"),
+    ],
+)
+def test_sizes_that_fp8_cannot_have_are_named(overrides, message):
+    if message is None:
+        assert small_config(**FP8 | overrides).train.fp8 == "current"
+        return
+    with pytest.raises(ConfigError, match=message):
+        small_config(**FP8 | overrides)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

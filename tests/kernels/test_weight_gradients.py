@@ -10,6 +10,9 @@ from megaasync.kernels.grouped_linear import grouped_linear_loop, grouped_produc
 from megaasync.kernels.weight_gradients import WeightGradientQueue, accumulate, expert_linear, linear, use_queue
 from megaasync.models.initialize import initialize_
 from megaasync.models.transformer import DecoderStage
+from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.routing import route_parameters
+from megaasync.pipeline.gradients import GradientBuffers
 from tests.support.configs import small_config
 
 
@@ -56,6 +59,28 @@ def test_grouped_layers_split(dtype, counts):
     accumulate(deferred)
     torch.testing.assert_close(x2.grad, x.grad)
     torch.testing.assert_close(weight2.grad, weight.grad)
+
+
+def test_an_empty_group_s_gradient_is_zero_whatever_the_kernel_leaves(monkeypatch):
+    """On some GPUs it leaves what was in memory."""
+    monkeypatch.setattr(F, "grouped_mm", lambda a, b, offs: torch.full((2, a.shape[0], b.shape[1]), torch.nan))
+    gradient = grouped_product(torch.randn(8, 16), torch.randn(8, 16), torch.tensor([8, 0]))
+    assert gradient[0].isnan().all() and not gradient[1].any()
+
+
+def test_a_sum_goes_on_when_its_step_comes_again():
+    config = small_config(model__moe=None)
+    modules = [DecoderStage(config.model, range(4)) for _ in range(2)]
+    shapes = {name: tuple(one.shape) for name, one in modules[0].named_parameters()}
+    layout = FlatLayout(shapes, route_parameters(shapes, config.optimizer))
+    sums = GradientBuffers(modules, layout, num_buffers=2, dtype=torch.float32)
+    sums.attach(modules[0], 0)
+    next(modules[0].parameters()).main_grad.add_(1.0)
+    sums.attach(modules[1], 1)
+    sums.attach(modules[0], 0)
+    assert sums.sum_of(0).any() and not sums.sum_of(1).any()
+    sums.attach(modules[0], 2)
+    assert not sums.sum_of(2).any()
 
 
 def test_no_rows_give_zero_weight_gradients():

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megaasync.config import ConfigError
-from megaasync.data.indexed_dataset import IndexedWriter
+from megaasync.data import DataError
+from megaasync.data.indexed_dataset import MAGIC, IndexedDataset, IndexedWriter
 from megaasync.data.microbatches import Microbatch, TokenSequences
 from megaasync.data.prepare import PreparedData
 from megaasync.entry.spawn import spawn_ranks
@@ -63,6 +64,27 @@ def test_documents_are_those_of_the_file():
     assert plain.documents(np.array([0])) is None
 
 
+def test_documents_of_several_sequences_are_whole(tmp_path):
+    """As Megatron's preprocessing writes them, split into sentences."""
+    prefix = tmp_path / "x"
+    with IndexedWriter(prefix, vocab_size=24) as writer:
+        for length in LENGTHS:
+            writer.add_document(np.zeros(length, dtype=int))
+    index = prefix.with_name("x.idx")
+    raw = bytearray(index.read_bytes())
+    whole = len(raw) - 8 * 6
+    firsts = np.array([0, 2, 5], dtype="<i8")  # two documents: of two sequences, and of three
+    raw[whole:] = firsts.tobytes()
+    place = len(MAGIC) + 8 + 1 + 8  # behind version, dtype code and the count of sequences
+    raw[place : place + 8] = np.array([3], dtype="<u8").tobytes()
+    index.write_bytes(bytes(raw))
+    np.testing.assert_array_equal(IndexedDataset(prefix).document_ends, [6, 24])
+    raw[whole : whole + 8] = np.array([1], dtype="<i8").tobytes()
+    index.write_bytes(bytes(raw))
+    with pytest.raises(DataError, match="its documents are not those of its 5 sequences"):
+        IndexedDataset(prefix)
+
+
 def file_of_documents(folder):
     draw = np.random.default_rng(0)
     for name in ("train", "validation"):
@@ -98,7 +120,8 @@ def test_every_layout_and_backend_masks_alike(tmp_path):
     assert_same_run(one, three, tolerance=1e-9)
     shared = {"parallel__tensor": 2, "parallel__sequence_parallel": True, "train__recompute": "full"}
     assert_same_run(one, run_on(config_of(prepared, model__moe=None, **shared), prepared), tolerance=1e-9)
-    assert_same_run(one, run_on(replace(dense, kernels="te"), prepared, engine=True), tolerance=1e-9)
+    for config in (dense, config_of(prepared, model__moe=None, **shared)):
+        assert_same_run(one, run_on(replace(config, kernels="te"), prepared, engine=True), tolerance=1e-9)
     whole = run_on(replace(dense, train=replace(dense.train, document_mask=False)), prepared)
     assert abs(whole.rows[0]["loss"] / one.rows[0]["loss"] - 1) > 1e-5
 

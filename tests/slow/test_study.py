@@ -21,7 +21,7 @@ RECIPE = (
     "device=cpu",
 )
 LEARNING_RATES = (0.002, 0.004, 0.008, 0.016)
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1, 2, 3, 4, 5)  # three leave the mean of the difference uncertain by 0.007, as much as there is to see
 MODES = {
     "1f1b": ("schedule=1f1b",),
     "2bw + error feedback": ("schedule=2bw", "correction=error_feedback"),
@@ -61,7 +61,7 @@ class Study:
 
 @pytest.mark.slow("study")
 def test_error_feedback_reaches_the_synchronous_loss(tmp_path):
-    """Mean of 3 seeds, at the lr of a grid of 4 that is best for 1f1b: within 0.02 of 1f1b's loss, or below."""
+    """Mean of 6 seeds, at the lr of a grid of 4 that is best for 1f1b: within 0.02 of 1f1b's loss, or below."""
     study = Study(tmp_path)
     grid = study.losses([("1f1b", lr, SEEDS[0]) for lr in LEARNING_RATES])
     best = LEARNING_RATES[grid.index(min(grid))]

@@ -170,6 +170,7 @@ def make_engine(recorder):
             given = recorder.bind(TE, "DotProductAttention", "forward", args, kwargs)
             heads, groups = (self.given[n] // self.given["tp_size"] for n in ("num_attention_heads", "num_gqa_groups"))
             q, k, v = (given[f"{name}_layer"] for name in ("query", "key", "value"))
+            assert q.shape[-2] == heads and k.shape[-2] == v.shape[-2] == groups
             if given.get("qkv_format") == "thd":
                 assert given["attn_mask_type"] == "padding_causal" and q.dim() == 3
                 ends = given["cu_seqlens_q"]
@@ -178,7 +179,6 @@ def make_engine(recorder):
                 assert max(sizes) <= given["max_seqlen_q"] == given["max_seqlen_kv"] and sum(sizes) == len(q)
                 documents = zip(*(one.split(sizes) for one in (q, k, v)), strict=True)
                 return torch.cat([self.attend(*(one.unsqueeze(0) for one in document))[0] for document in documents])
-            assert q.shape[2] == heads and k.shape[2] == v.shape[2] == groups
             return self.attend(q, k, v)
 
         @staticmethod
