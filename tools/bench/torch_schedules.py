@@ -189,7 +189,7 @@ class _FirstOrMiddle(nn.Module):
         if stage.embedding is not None:
             x = stage.embedding(x)
         for layer in stage.layers.values():
-            x = layer(x, stage.rotary, torch.ones(x.shape[:2], dtype=torch.bool))
+            x = layer(x, stage.rotary, torch.ones(x.shape[:2], dtype=torch.bool), None)
         return x
 
 
