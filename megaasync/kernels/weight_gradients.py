@@ -1,7 +1,8 @@
 """Linear layers whose weight gradients go straight into the sums of their step, at once or later.
 
-A weight with a `main_grad`, as the engine gives it before a backward, has its gradient added there in place: no
-gradient of one microbatch is ever held, and under bfloat16 the sum is in float32. One without gets an ordinary `.grad`.
+A weight with a `main_grad`, as the engine gives it before a backward, has its gradient added there in place, under
+bfloat16 in float32; on a GPU without apex that product is made first, one matrix at a time. A weight without gets an
+ordinary `.grad`.
 
 Where a split backward (arXiv 2401.10241) is collected by a queue, a layer computes only its input gradient and leaves
 the weight gradient as work for later.

@@ -66,7 +66,7 @@ def test_the_script_needs_torch_and_numpy_only(tmp_path):
     assert ran.returncode == 0, ran.stderr
     (lines,) = json.loads((tmp_path / "runs" / "gpu_check" / "gpu_check.json").read_text())["checks"].values()
     met = {line["name"]: line["is_met"] for line in lines}
-    assert list(met.values()) == [True] * 4 + [None]
+    assert list(met.values()) == [True] * 6 + [None]
     assert "skipped: no Transformer Engine here" in ran.stdout
     assert "| yes |" in ran.stdout
 

@@ -121,8 +121,10 @@ def _engine(place: Place, said: list[str]) -> Kernels | None:
     return None if kernels is TORCH_KERNELS else kernels
 
 
-def _numbers(place: Place, config: TrainConfig, kernels: Kernels, dtype: torch.dtype) -> tuple[float, torch.Tensor]:
-    """Loss and all gradients, in one float64 vector, of one microbatch."""
+def _numbers(
+    place: Place, config: TrainConfig, kernels: Kernels, dtype: torch.dtype, *, documents: bool
+) -> tuple[float, torch.Tensor]:
+    """Loss and all gradients, in one float64 vector, of one microbatch, whose tokens may attend within documents."""
     model = config.model
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -139,7 +141,8 @@ def _numbers(place: Place, config: TrainConfig, kernels: Kernels, dtype: torch.d
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.vocab_size, (2, model.seq_length + 1), generator=draw).to(place.device)
     mask = torch.ones(2, model.seq_length, dtype=torch.bool, device=place.device)
-    loss = stage(None, Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask))
+    numbers = (torch.arange(mask.numel(), device=place.device) // 37).view_as(mask) if documents else None
+    loss = stage(None, Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, numbers))
     loss.backward()
     parts = [p.main_grad if p.grad is None else p.main_grad + p.grad for p in stage.parameters()]
     return loss.item() / mask.sum().item(), torch.cat([part.double().flatten().cpu() for part in parts])
@@ -152,19 +155,19 @@ def correctness(place: Place) -> Iterator[Line]:
         shape |= {"hidden_size": 64, "ffn_hidden_size": 128}
     shape = {f"model.{name}": size for name, size in shape.items()}
     engine = _engine(place, [])
-    for name in ("tiny_dense", "tiny_moe"):
+    for name, documents in (("tiny_dense", False), ("tiny_dense", True), ("tiny_moe", False)):
         config = config_of(place, {"model": name, "data": "synthetic"}, shape)
-        exact_loss, exact = _numbers(place, config, TORCH_KERNELS, torch.float64)
+        exact_loss, exact = _numbers(place, config, TORCH_KERNELS, torch.float64, documents=documents)
         backends = [("torch float32", TORCH_KERNELS, torch.float32), ("torch bfloat16", TORCH_KERNELS, torch.bfloat16)]
         backends += [("te bfloat16", engine, torch.bfloat16)] if engine is not None else []
         for title, kernels, dtype in backends:
-            loss, gradients = _numbers(place, config, kernels, dtype)
+            loss, gradients = _numbers(place, config, kernels, dtype, documents=documents)
             apart = ((gradients - exact).norm() / exact.norm()).item()
             # in bfloat16 a few tokens of a mixture go to other experts
             limit = 1e-4 if dtype is torch.float32 else (0.25 if name == "tiny_moe" else 0.05)
             off = abs(loss / exact_loss - 1)
             yield Line(
-                f"{name}, {title}: loss, gradients against float64",
+                f"{name}{', within documents' if documents else ''}, {title}: loss, gradients against float64",
                 f"{off:.1e}, {apart:.1e} apart",
                 f"gradients <= {limit:g}",
                 apart <= limit and off <= limit,
