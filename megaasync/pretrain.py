@@ -1,8 +1,10 @@
 """One pretraining run from the command line: python -m megaasync.pretrain [group=choice] [key=value]."""
 
 import importlib
+import json
 import os
 import sys
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import replace
@@ -21,8 +23,10 @@ from megaasync.distributed.environment import RankEnvironment, launched_environm
 from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, INTERRUPTED_STATUS, fail, run_app
 from megaasync.entry.run_folder import Claim, claim_run_folder
 from megaasync.entry.spawn import Interrupted, RankFailed, explain_file_error, spawn_ranks
-from megaasync.observe.run_files import read_metrics, write_json, write_text
+from megaasync.observe.run_files import copy_whole, read_metrics, write_json, write_text
 from megaasync.pipeline import TrainingError
+
+_LONGEST_PAUSE = 60.0  # seconds before a restart
 
 
 def resolve_data(config: TrainConfig, plain: dict[str, Any], environment: RankEnvironment | None) -> TrainConfig:
@@ -79,18 +83,30 @@ def _prepare(config: TrainConfig, plain: dict[str, Any], *, is_first: bool) -> t
     """Data and run folder, on the rank or launcher that makes them."""
     prepare = importlib.import_module("megaasync.data.prepare")
     say = (lambda line: print(line, flush=True)) if is_first else (lambda line: None)
-    prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, say=say)
+    prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, say=say, identify=is_first)
     if not is_first:
         return prepared, None
     label = f"{config.model.name}-{config.optimizer.name}-{config.schedule.name}"
-    claim = claim_run_folder(config, plain, label=label)
+    claim = claim_run_folder(config, plain, label=label, data=prepared.identity)
     plain["run"]["dir"] = str(claim.folder)
+    for note in claim.notes:
+        say(note)
     try:
-        write_text(claim.folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
+        _write_config(claim, yaml.safe_dump(plain, sort_keys=False))
+        if prepared.tokenizer is not None:
+            copy_whole(Path(prepared.tokenizer), claim.folder / "tokenizer.model")
     except BaseException:
         claim.close()
         raise
     return prepared, claim
+
+
+def _write_config(claim: Claim, content: str) -> None:
+    """Write config.yaml; that of the steps before, if it was another, stays beside it."""
+    path = claim.folder / "config.yaml"
+    if claim.step and path.exists() and path.read_text() != content:
+        path.rename(claim.folder / f"config.until_step_{claim.step:08d}.yaml")
+    write_text(path, content)
 
 
 def _write_summary(folder: Path, **facts: str) -> None:
@@ -98,8 +114,11 @@ def _write_summary(folder: Path, **facts: str) -> None:
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row.get("kind") == "train"]
     last = rows[-1] if rows else {"step": 0, "tokens": 0, "loss": None}
     so_far = {"steps": last["step"], "tokens": last["tokens"], "train_loss": last["loss"]}
+    written: dict[str, Any] = {}  # by rank 0, which knows more
+    with suppress(OSError, ValueError):
+        written = json.loads((folder / "summary.json").read_text())
     with suppress(OSError):  # a full disk may be why
-        write_json(folder / "summary.json", {**facts, **so_far})
+        write_json(folder / "summary.json", {**so_far, **written, **facts})
 
 
 def _end_rank(message: str, status: int, plain: dict[str, Any], claim: Claim | None, *, may_go_well: bool) -> None:
@@ -125,10 +144,15 @@ def _end_rank(message: str, status: int, plain: dict[str, Any], claim: Claim | N
 def _run_here(config: TrainConfig, plain: dict[str, Any], prepared: Any, claim: Claim, *, began: float) -> None:
     """Run on ranks of this host, and again from the last checkpoint as often as the config says.
 
+    Restarts are counted from the last one that had a newer checkpoint to go on from: a run of a month may fail more
+    often than one that fails at once each time. Pauses double, since what fails at once often needs time to recover.
+
     Raises:
         RankFailed, Interrupted: as `spawn_ranks`.
     """
-    for restart in range(1, config.run.max_restarts + 2):
+    restart = 0
+    while True:
+        before = claim.step
         try:
             statuses = spawn_ranks(
                 _run_rank,
@@ -138,12 +162,22 @@ def _run_here(config: TrainConfig, plain: dict[str, Any], prepared: Any, claim: 
                 hang_seconds=config.parallel.timeout_seconds,
             )
         except RankFailed as error:
-            if not error.is_fault or restart > config.run.max_restarts:
+            if not error.is_fault or not config.run.max_restarts:
+                raise
+            claim.begin_again()
+            restart = 1 if claim.step > before else restart + 1
+            if restart > config.run.max_restarts:
                 raise
             print(f"{error.details}\n{error}", file=sys.stderr, flush=True)
-            claim.begin_again()
+            pause = min(2.0 ** (restart - 1), _LONGEST_PAUSE)
             where = claim.resume or "the beginning, for lack of a checkpoint"
-            print(f"restart {restart} of {config.run.max_restarts}, from {where}", file=sys.stderr, flush=True)
+            print(
+                f"restart {restart} of {config.run.max_restarts} since the last progress, from {where}, in "
+                f"{pause:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+            time.sleep(pause)
             continue
         if "interrupted" in statuses:  # a signal went to a rank and not to this process
             raise Interrupted("interrupted")

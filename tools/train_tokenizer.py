@@ -12,8 +12,9 @@ from megaasync.config import ConfigError
 from megaasync.config.schema import HfData
 from megaasync.config.validate import SMALLEST_TRAINED_VOCABULARY
 from megaasync.data import DataError
-from megaasync.data.corpus import HfCorpus, PythonStdlibCorpus
-from megaasync.data.tokenizer import Tokenizer, train_tokenizer
+from megaasync.data.corpus import PythonStdlibCorpus, open_corpus
+from megaasync.data.tokenizer import Tokenizer, sample_texts, train_tokenizer
+from megaasync.distributed.environment import default_cache
 
 
 def main() -> int:
@@ -24,7 +25,11 @@ def main() -> int:
     parser.add_argument("--output", required=True, help="the .model file to write")
     parser.add_argument("--text-field", default="text", help="column with the text")
     parser.add_argument("--split", default="train", help="split of a hub dataset")
-    parser.add_argument("--cache-dir", default=str(Path.home() / ".cache/megaasync"))
+    parser.add_argument("--on-bad-bytes", choices=("stop", "replace"), default="stop")
+    parser.add_argument(
+        "--max-bytes", type=int, default=32_000_000, help="most text to train on, sampled evenly over all documents"
+    )
+    parser.add_argument("--cache-dir", default=str(default_cache()))
     arguments = parser.parse_args()
     if arguments.vocab_size < SMALLEST_TRAINED_VOCABULARY:
         parser.error(f"--vocab-size {arguments.vocab_size}: must be at least {SMALLEST_TRAINED_VOCABULARY}")
@@ -36,15 +41,20 @@ def main() -> int:
         tokenizer=None,
         cache_dir=arguments.cache_dir,
         validation_fraction=0.0,
-        on_bad_bytes="stop",
+        tokenizer_bytes=arguments.max_bytes,
+        on_bad_bytes=arguments.on_bad_bytes,
     )
     try:
-        corpus = PythonStdlibCorpus() if arguments.input == "python_stdlib" else HfCorpus(data)
+        corpus = PythonStdlibCorpus() if arguments.input == "python_stdlib" else open_corpus(data, say=print)
         output = Path(arguments.output)
         check_output("--output", output.parent, is_folder=True)
         output.parent.mkdir(parents=True, exist_ok=True)
-        texts = (document.text for document in corpus.documents())
-        output.write_bytes(train_tokenizer(texts, vocab_size=arguments.vocab_size))
+        sample = sample_texts((document.text for document in corpus.documents()), max_bytes=arguments.max_bytes)
+        print(
+            f"training on {sample.used_bytes / 1e6:.1f} of {sample.total_bytes / 1e6:.1f} MB, spread evenly over "
+            f"{sample.documents:,} documents (--max-bytes)"
+        )
+        output.write_bytes(train_tokenizer(sample.units, vocab_size=arguments.vocab_size))
     except (DataError, ConfigError, OSError) as error:
         print(f"error: {as_flags(str(error))}", file=sys.stderr)
         return 2

@@ -3,10 +3,12 @@
 Needs no torch, so that listing and the checks before a start are quick.
 """
 
+import itertools
 import json
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -49,26 +51,55 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def look_at(path: Path) -> Found:
-    """Whether a folder is a whole checkpoint, by its mark and the sizes of its files."""
-    match = _NAME.fullmatch(path.name)
-    meta = _read_json(path / META)
-    step = int(match.group(1)) if match else (meta or {}).get("step", -1)
-    if not path.is_dir():
-        return Found(path, step, False, "no such folder")
+def _read_mark(path: Path) -> dict[str, dict[str, int]] | str:
+    """Size and CRC-32 of each file of a checkpoint by its mark, or what is wrong with the mark."""
     mark = _read_json(path / MARK)
     if mark is None or not isinstance(mark.get("files"), dict):
-        return Found(path, step, False, f"has no {MARK}: its save did not finish")
-    for name, told in mark["files"].items():
+        return f"has no {MARK}: its save did not finish"
+    files = mark["files"]
+    is_sound = META in files and all(
+        name == Path(name).name
+        and isinstance(told, dict)
+        and isinstance(told.get("size"), int)
+        and isinstance(told.get("crc32"), int)
+        for name, told in files.items()
+    )
+    # marks of before had no checksum of their own
+    if not is_sound or mark.get("crc32", _crc_of(files)) != _crc_of(files):
+        return f"{MARK} was changed after it was written (its checksum differs)"
+    return files
+
+
+def _crc_of(files: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(files, sort_keys=True).encode())
+
+
+def look_at(path: Path) -> Found:
+    """Whether a folder is a whole checkpoint: by its mark, the sizes of its files, and the checksum of its JSON."""
+    match = _NAME.fullmatch(path.name)
+    step = int(match.group(1)) if match else -1
+    if not path.is_dir():
+        return Found(path, step, False, "no such folder")
+    files = _read_mark(path)
+    if isinstance(files, str):
+        return Found(path, step, False, files)
+    for name, told in files.items():
         try:
-            size = (path / name).stat().st_size
+            status = (path / name).stat()
         except OSError:
             return Found(path, step, False, f"{name} is missing")
-        if size != told["size"]:
+        if not stat.S_ISREG(status.st_mode):
+            return Found(path, step, False, f"{name} is no regular file")
+        if (size := status.st_size) != told["size"]:
             return Found(path, step, False, f"{name} has {size} bytes instead of {told['size']}")
-    if meta is None:
+    if checksum(path / META) != files[META]["crc32"]:  # before anything that it says is used
+        return Found(path, step, False, f"{META} was changed after it was written (its checksum differs)")
+    meta = _read_json(path / META)
+    if meta is None or not isinstance(meta.get("step"), int):
         return Found(path, step, False, f"{META} cannot be read")
-    return Found(path, step, True, "")
+    if match and meta["step"] != step:
+        return Found(path, step, False, f"is a checkpoint of step {meta['step']} under another name")
+    return Found(path, meta["step"], True, "")
 
 
 def checkpoints_in(root: Path) -> list[Found]:
@@ -82,6 +113,12 @@ def newest(root: Path) -> Found | None:
     """The newest complete checkpoint below `root`."""
     complete = [found for found in checkpoints_in(root) if found.is_complete]
     return max(complete, key=lambda found: found.step, default=None)
+
+
+def mark_of(path: Path) -> int | None:
+    """CRC-32 over all checksums of a checkpoint: tells two of the same name apart. None if it is not whole."""
+    files = _read_mark(path)
+    return None if isinstance(files, str) else _crc_of(files)
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -131,18 +168,27 @@ def finish(aside: Path, final: Path, sums: dict[str, int]) -> None:
         final.rename(replaced)
     aside.rename(final)
     _sync(final.parent)
-    write_json(final / MARK, {"files": files})
+    write_json(final / MARK, {"files": files, "crc32": _crc_of(files)})
     _sync(final / MARK)
     _sync(final)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def remove_older(root: Path, *, keep: int) -> None:
-    """Delete complete checkpoints but the newest `keep`; the mark goes first, so that none is half there."""
+def remove_older(root: Path, *, keep: int) -> list[Path]:
+    """Delete complete checkpoints but the newest `keep`; the mark goes first, so that none is half there.
+
+    Returns:
+        Those that could not be removed.
+    """
+    left = []
     complete = [found for found in checkpoints_in(root) if found.is_complete]
     for found in sorted(complete, key=lambda one: one.step)[:-keep]:
-        (found.path / MARK).unlink(missing_ok=True)
-        shutil.rmtree(found.path, ignore_errors=True)
+        try:
+            (found.path / MARK).unlink(missing_ok=True)
+            shutil.rmtree(found.path)
+        except OSError:
+            left.append(found.path)
+    return left
 
 
 def remove_leftovers(root: Path) -> None:
@@ -163,13 +209,23 @@ def remove_leftovers(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def set_aside(path: Path, why: str) -> Path:
+    """Rename a checkpoint so that it no longer counts; nothing of it is deleted.
+
+    Returns:
+        Its new place, `WHY_step_...`, numbered if that is taken.
+    """
+    names = itertools.chain([f"{why}_{path.name}"], (f"{why}_{path.name}_{n}" for n in itertools.count(2)))
+    aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    path.rename(aside)
+    return aside
+
+
 def set_aside_newer(root: Path, step: int) -> None:
     """Take checkpoints above `step` out of the way of a run that goes on from there; nothing of them is deleted."""
     for found in checkpoints_in(root):
         if found.step > step:
-            aside = found.path.with_name(f"abandoned_{found.path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            found.path.rename(aside)
+            set_aside(found.path, "abandoned")
 
 
 def wrong_files(path: Path, *, part: int = 0, parts: int = 1) -> Iterable[str]:
@@ -178,7 +234,7 @@ def wrong_files(path: Path, *, part: int = 0, parts: int = 1) -> Iterable[str]:
     if not found.is_complete:
         yield found.problem
         return
-    files = sorted(_read_json(path / MARK)["files"].items())
+    files = sorted(_read_mark(path).items())
     for name, told in files[part::parts]:
         if checksum(path / name) != told["crc32"]:
             yield f"{name} was changed after it was written (its checksum differs)"

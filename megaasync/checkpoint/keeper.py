@@ -46,6 +46,8 @@ class CheckpointKeeper:
         root: folder of the checkpoints.
         last_step: of the last save begun, or of the checkpoint resumed from; -1 before.
         longest: seconds that the longest save took so far.
+        saved_step: of the last save that is durable, or of the checkpoint resumed from; -1 before.
+        problem: why the last save failed; None if it did not.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class CheckpointKeeper:
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None  # of the thread, that only this rank knows of
         self.last_step, self.longest = -1, 0.0
+        self.saved_step, self.problem = -1, None
 
     @property
     def _rank(self) -> int:
@@ -126,7 +129,9 @@ class CheckpointKeeper:
             self._prepare(aside, bytes_of(entries))
             write(entries, aside, group=self._group)
             self._finish(aside, step, meta, own)
+            self.saved_step, self.problem = step, None
         except (SaveError, CheckpointException, OSError) as error:
+            self.problem = _words(error)
             if isinstance(error, OSError) and self._group is not None:
                 self._fault = error  # here alone; what all ranks know of is one of the others
             elif self._rank == 0:
@@ -145,7 +150,8 @@ class CheckpointKeeper:
         if self._rank == 0:
             try:
                 shutil.rmtree(aside, ignore_errors=True)
-                aside.mkdir(parents=True)
+                self.root.mkdir(exist_ok=True)  # without its parents: a run folder that is gone stays gone
+                aside.mkdir()
                 free = shutil.disk_usage(aside).free
                 if free < total * _ROOM:
                     problem = (
@@ -174,10 +180,12 @@ class CheckpointKeeper:
                 for name in (folders.META, ".metadata"):
                     all_sums[name] = folders.checksum(aside / name)
                 folders.finish(aside, self.root / folders.folder_name(step), all_sums)
-                folders.remove_older(self.root, keep=self._keep)
             except OSError as error:
                 problem = _words(error)
         self._agree(problem)
+        if self._rank == 0:  # the save is durable: older ones that cannot be removed do not make it a failure
+            for path in folders.remove_older(self.root, keep=self._keep):
+                self._say(f"WARNING: the older checkpoint {path} could not be removed; remove it by hand to make room")
 
     def _agree(self, problem: str | None) -> None:
         """All ranks hear of rank 0's problem.

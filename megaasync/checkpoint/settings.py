@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megaasync.config.schema import ConfigError
+from megaasync.data.identity import Identity, check_identity
+from megaasync.optim.lr_schedule import LrShape, lr_multiplier
 
 FORMAT = 1
 # settings of the training that a resumed run may have otherwise only with checkpoint.override=true
@@ -17,14 +19,54 @@ _OF_TRAINING = (
 _BEFORE = {"document_mask": False}  # what older checkpoints do not say
 _FREE = ("lr", "weight_decay", "newton_schulz_precision")  # of the optimizer: the last one changes rounding only
 _OF_RUN = ("cache_dir",)  # keys that say where something is, not what
+# what may differ between two starts of the same run: everything else decides its numbers
+_NOT_DECISIVE = ("run", "cluster", "logging", "checkpoint", "debug", "dry_run")
+_NOT_DECISIVE_OF = {"train": ("time_limit",), "parallel": ("timeout_seconds",), "data": _OF_RUN}
+
+
+def decisive(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a config decides a run's numbers."""
+    return {
+        group: _without(value, _NOT_DECISIVE_OF.get(group, ()))
+        for group, value in plain.items()
+        if group not in _NOT_DECISIVE
+    }
+
+
+def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first setting that decides numbers and differs between two configs, with both values; None if none does."""
+
+    def compare(key: str, then: Any, here: Any) -> str | None:
+        if isinstance(then, Mapping) and isinstance(here, Mapping):
+            names = sorted({*then, *here}, key=str)
+            found = (compare(f"{key}.{name}" if key else str(name), then.get(name), here.get(name)) for name in names)
+            return next((one for one in found if one), None)
+        then, here = (list(one) if isinstance(one, tuple) else one for one in (then, here))
+        return None if then == here else f"{key}={here}, begun with {key}={then}"
+
+    return compare("", decisive(before), decisive(now))
 
 
 def _without(group: Any, names: Sequence[str]) -> Any:
     return {key: value for key, value in group.items() if key not in names} if isinstance(group, Mapping) else group
 
 
-def check_settings(meta: Mapping[str, Any], plain: Mapping[str, Any], path: Path, *, override: bool) -> None:
+def check_settings(
+    meta: Mapping[str, Any],
+    plain: Mapping[str, Any],
+    path: Path,
+    *,
+    override: bool,
+    data: Identity | None = None,
+) -> None:
     """The model, the optimizer and the data are the checkpoint's; with `override` other settings may differ.
+
+    Args:
+        meta: what the checkpoint says about itself.
+        plain: the config as a plain dict.
+        path: of the checkpoint.
+        override: checkpoint.override.
+        data: hashes of the run's tokens and tokenizer; None where nobody has computed them.
 
     Raises:
         ConfigError: names both values.
@@ -51,4 +93,32 @@ def check_settings(meta: Mapping[str, Any], plain: Mapping[str, Any], path: Path
     remedy = "set it back, or checkpoint.override=true to go on with the new one"
     for group, name in _OF_TRAINING:
         differ(f"{group}.{name}", plain[group].get(name), then[group].get(name, _BEFORE.get(name)), remedy)
-    differ("data", _without(plain["data"], _OF_RUN), _without(then["data"], _OF_RUN), remedy)
+    _check_lr_horizon(meta, plain, path)
+    if data is not None:  # the content counts, wherever it lies
+        is_known = plain["data"]["name"] != "hf"  # older runs held out documents by their row numbers
+        check_identity(meta.get("data"), data, where=f"checkpoint {path}", override=override, is_known=is_known)
+    new = ("tokenizer_bytes", *(("path", "validation_path", "tokenizer") if data and meta.get("data") else ()))
+    ours, theirs = (_without(_without(one["data"], _OF_RUN), new) for one in (plain, then))
+    differ("data", ours, theirs, remedy)
+
+
+def _check_lr_horizon(meta: Mapping[str, Any], plain: Mapping[str, Any], path: Path) -> None:
+    """A run with more steps keeps the learning rates that it has had, and the one that its last update waits for.
+
+    Raises:
+        ConfigError: the schedule would be stretched.
+    """
+    then, now = (LrShape.of_plain(one["train"]) for one in (meta["config"], plain))
+    if then.lr_horizon == now.lr_horizon or now.lr_schedule == "constant":
+        return
+    done, peak = meta["step"], plain["optimizer"]["lr"]
+    if now.lr_schedule != "cosine" and all(lr_multiplier(then, k) == lr_multiplier(now, k) for k in range(done)):
+        return  # wsd that has not begun to decay
+    lr_then, lr_now = (peak * lr_multiplier(shape, max(done - 1, 0)) for shape in (then, now))
+    key = "train.steps" if plain["train"].get("lr_schedule_steps") is None else "train.lr_schedule_steps"
+    raise ConfigError(
+        f"{key}={now.lr_horizon}: the checkpoint {path} was made with the {now.lr_schedule} lr schedule over "
+        f"{then.lr_horizon} steps; stretched to {now.lr_horizon} the lr at step {done} would be {lr_now:.3g} instead "
+        f"of {lr_then:.3g}; set train.lr_schedule_steps={then.lr_horizon} to keep the schedule, or "
+        "checkpoint.override=true to stretch it from here on"
+    )

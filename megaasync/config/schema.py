@@ -338,6 +338,7 @@ class LoopConfig:
         eval_interval: steps between evaluations; null evaluates only at the end.
         eval_sequences: sequences of the validation set that an evaluation uses; null is all.
         lr_schedule: shape of the learning rate over the steps.
+        lr_schedule_steps: steps that cosine and wsd run over, after which the lr stays; null takes steps.
         warmup_steps: linear warmup.
         final_lr_ratio: lr at the last step over the peak, for cosine and wsd.
         decay_steps: length of the final decay of wsd.
@@ -361,6 +362,7 @@ class LoopConfig:
     eval_interval: int | None
     eval_sequences: int | None
     lr_schedule: Literal["constant", "cosine", "wsd"]
+    lr_schedule_steps: int | None
     warmup_steps: int
     final_lr_ratio: float
     decay_steps: int
@@ -380,11 +382,13 @@ class PythonStdlibData:
     Attributes:
         cache_dir: where tokenizer and indexed token files are kept.
         validation_fraction: share of documents held out.
+        tokenizer_bytes: most text that the tokenizer is trained on, sampled evenly over all of it.
     """
 
     name: Literal["python_stdlib"]
     cache_dir: str
     validation_fraction: float
+    tokenizer_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,15 +421,16 @@ class IndexedData:
 
 @dataclass(frozen=True, slots=True)
 class HfData:
-    """Anything the `datasets` library reads: local text, jsonl or parquet files, or a hub name.
+    """Local text, jsonl, json or parquet files, or a dataset on the Hugging Face hub.
 
     Attributes:
-        path: a file, a glob, or the name of a dataset on the hub.
+        path: a file, a folder, a glob (`**` is recursive), or the name of a dataset on the hub.
         split: split to read.
         text_field: column with the text.
         tokenizer: a sentencepiece model file; null trains one on this data.
         cache_dir: where tokenizer and indexed token files are kept.
         validation_fraction: share of documents held out.
+        tokenizer_bytes: most text that a tokenizer is trained on, sampled evenly over all files and documents.
         on_bad_bytes: what to do about a text file that is not UTF-8.
     """
 
@@ -436,6 +441,7 @@ class HfData:
     tokenizer: str | None
     cache_dir: str
     validation_fraction: float
+    tokenizer_bytes: int
     on_bad_bytes: Literal["stop", "replace"]
 
 

@@ -37,6 +37,7 @@ def check_sizes(config: TrainConfig) -> None:
         "eval_interval",
         "eval_sequences",
         "loss_chunk_tokens",
+        "lr_schedule_steps",
     ):
         _at_least(f"train.{name}", getattr(train, name), 1)
     for name in ("warmup_steps", "decay_steps", "seed", "max_skipped"):
@@ -402,6 +403,7 @@ def check_data(config: TrainConfig) -> None:
     data = config.data
     if data.name in ("python_stdlib", "hf"):
         _within("data.validation_fraction", data.validation_fraction, 0, 1)
+        _at_least("data.tokenizer_bytes", data.tokenizer_bytes, 1000)
         if (data.name == "python_stdlib" or data.tokenizer is None) and (
             config.model.vocab_size < SMALLEST_TRAINED_VOCABULARY
         ):

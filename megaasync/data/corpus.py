@@ -1,18 +1,18 @@
-"""Documents from somewhere: the Python standard library's source, or whatever the `datasets` library reads."""
+"""Documents from somewhere: the Python standard library's source, local files, or a dataset on the hub."""
 
-import glob
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megaasync.config.schema import HfData
 from megaasync.data import DataError
+from megaasync.data.identity import Say, remembered_record
+from megaasync.data.text_files import check_file, expand, kind_of, texts_of
 
 _NOT_CORPUS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
-_BUILDERS = {".txt": "text", ".text": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +70,127 @@ class PythonStdlibCorpus:
                 continue
 
 
-def check_utf8(path: Path) -> None:
-    """Read a text file through once.
-
-    Raises:
-        DataError: names file, line and byte.
-    """
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: byte 0x{line[error.start]:02x} is not UTF-8; convert the file "
-                    "(iconv -f latin1 -t utf-8) or set data.on_bad_bytes=replace"
-                ) from None
-
-
 def _root_cause(error: BaseException) -> str:
     """First line of the innermost error: the library wraps what went wrong."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def content_key(text: str) -> str:
+    """A document's key by what it says: rows and files before it, or its place among them, do not matter."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class FileCorpus:
+    """Documents of local text, jsonl, json or parquet files.
+
+    In a .txt file a document is a paragraph (blank lines between); elsewhere it is a row.
+    """
+
+    def __init__(self, config: HfData, files: Sequence[Path], *, say: Say) -> None:
+        """A corpus.
+
+        Args:
+            config: the data group.
+            files: in the order that they are read in.
+            say: gets a progress line while large files are hashed.
+
+        Raises:
+            DataError: a file is not what its name says, or all are empty.
+        """
+        self._config, self._files, self._say = config, files, say
+        for file in files:
+            check_file(file)
+        if all(file.stat().st_size == 0 for file in files):
+            raise DataError(f"data.path={config.path}: the file is empty; give one with text in it")
+
+    def fingerprint(self) -> str:
+        """Hash of the files' contents and of what is read from them."""
+        memory = Path(self._config.cache_dir).expanduser() / "hashes"
+        parts = [self._config.text_field, self._config.on_bad_bytes]
+        for file in self._files:
+            parts += [str(kind_of(file)), remembered_record(file, memory, say=self._say).sha256]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def documents(self) -> Iterator[Document]:
+        """Files in their order, rows in theirs; the key is a hash of the text."""
+        config = self._config
+        for file in self._files:
+            replaces = config.on_bad_bytes == "replace"
+            for text in texts_of(file, field=config.text_field, replace_bad_bytes=replaces):
+                yield Document(content_key(text), text)
+
+
+class HubCorpus:
+    """Documents of a dataset on the Hugging Face hub, or of its copy in the hub's own cache."""
+
+    def __init__(self, config: HfData) -> None:
+        self._config = config
+        self._rows: Any = None
+
+    def _load(self) -> Any:
+        """The dataset, loaded once: the `datasets` library keeps it by the commit on the hub."""
+        if self._rows is not None:
+            return self._rows
+        config = self._config
+        hub_is_away = _go_offline_if_the_hub_is_away(config.path)
+        import datasets
+
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+        try:
+            self._rows = datasets.load_dataset(config.path, split=config.split)
+        except Exception as error:  # the library raises many kinds; all mean that the data cannot be read
+            reason = "the hub cannot be reached, its cache here has no copy" if hub_is_away else _root_cause(error)
+            raise DataError(
+                f"data.path={config.path}: the datasets library cannot read it ({reason}); check the name and the "
+                "network, or give a local file"
+            ) from None
+        if config.text_field not in self._rows.column_names:
+            raise DataError(
+                f"data.text_field={config.text_field}: {config.path} has no such column; it has "
+                f"{', '.join(self._rows.column_names)}"
+            )
+        return self._rows
+
+    def fingerprint(self) -> str:
+        """Hash of the name and of what the library tells two versions of a dataset apart by."""
+        config = self._config
+        parts = [config.path, config.split, config.text_field, self._load()._fingerprint]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def documents(self) -> Iterator[Document]:
+        """Rows in order; the key is a hash of the text."""
+        rows, field = self._load(), self._config.text_field
+        for number, row in enumerate(rows.select_columns([field])):
+            text = row[field]
+            if not isinstance(text, str | None):
+                raise DataError(
+                    f"data.text_field={field}: row {number} of {self._config.path} holds {type(text).__name__}, not "
+                    "text; name a column with text"
+                )
+            yield Document(content_key(text or ""), text or "")
+
+
+def open_corpus(config: HfData, *, say: Say = lambda line: None) -> FileCorpus | HubCorpus:
+    """The documents that `data.path` means: local files, or a name on the hub.
+
+    Args:
+        config: the data group.
+        say: gets a progress line while large files are hashed.
+
+    Raises:
+        DataError: there are no such files, or they cannot be what is asked for.
+    """
+    files = expand(config.path)
+    if files:
+        return FileCorpus(config, files, say=say)
+    looks_local = kind_of(Path(config.path)) is not None or any(sign in config.path for sign in "*?[~\\")
+    if looks_local or config.path.startswith(("/", ".")):
+        raise DataError(f"data.path={config.path}: no such file; give a file, a glob, or a dataset's name on the hub")
+    return HubCorpus(config)
 
 
 def _go_offline_if_the_hub_is_away(name: str) -> bool:
@@ -107,85 +205,3 @@ def _go_offline_if_the_hub_is_away(name: str) -> bool:
         huggingface_hub.constants.HF_HUB_OFFLINE = True
         return True
     return False
-
-
-class HfCorpus:
-    """Documents through the `datasets` library: local text, jsonl or parquet files, or a hub name.
-
-    In a .txt file a document is a paragraph (blank lines between); elsewhere it is a row.
-    """
-
-    def __init__(self, config: HfData) -> None:
-        self._config = config
-        suffix = Path(config.path).suffix
-        self._files = [Path(name) for name in sorted(glob.glob(config.path))]
-        self._is_local = suffix in _BUILDERS or bool(self._files)
-        if self._is_local:
-            self._check_files(suffix)
-
-    def _check_files(self, suffix: str) -> None:
-        path = self._config.path
-        if not self._files:
-            raise DataError(f"data.path={path}: no such file; give a file, a glob, or a dataset's name on the hub")
-        if suffix not in _BUILDERS:
-            raise DataError(f"data.path={path}: unknown kind of file; use .txt, .jsonl, .json or .parquet")
-        if all(file.stat().st_size == 0 for file in self._files):
-            raise DataError(f"data.path={path}: the file is empty; give one with text in it")
-        if _BUILDERS[suffix] != "parquet" and self._config.on_bad_bytes == "stop":
-            for file in self._files:
-                check_utf8(file)
-
-    def _load(self):  # noqa: ANN202 - datasets is imported lazily
-        config = self._config
-        hub_is_away = not self._is_local and _go_offline_if_the_hub_is_away(config.path)
-        import datasets
-
-        datasets.disable_progress_bars()
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-        try:
-            if not self._is_local:
-                return datasets.load_dataset(config.path, split=config.split)
-            builder = _BUILDERS[Path(config.path).suffix]
-            options = {"text": {"sample_by": "paragraph"}, "json": {}, "parquet": {}}[builder]
-            if builder != "parquet" and config.on_bad_bytes == "replace":
-                options["encoding_errors"] = "replace"
-            return datasets.load_dataset(
-                builder,
-                data_files=[str(file) for file in self._files],
-                split="train",
-                cache_dir=str(Path(config.cache_dir).expanduser() / "datasets"),
-                **options,
-            )
-        except Exception as error:  # the library raises many kinds; all mean that the data cannot be read
-            remedy = "check the file" if self._is_local else "check the name and the network, or give a local file"
-            reason = "the hub cannot be reached, its cache here has no copy" if hub_is_away else _root_cause(error)
-            raise DataError(
-                f"data.path={config.path}: the datasets library cannot read it ({reason}); {remedy}"
-            ) from None
-
-    def fingerprint(self) -> str:
-        """Hash of the files' names, sizes and times, or of the hub name and split."""
-        config = self._config
-        parts = [config.path, config.split, config.text_field, config.on_bad_bytes]
-        for file in self._files:
-            status = file.stat()
-            parts += [str(file.resolve()), str(status.st_size), str(status.st_mtime_ns)]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-    def documents(self) -> Iterator[Document]:
-        """Rows in order; the key is the row number."""
-        rows = self._load()
-        field = self._config.text_field
-        if field not in rows.column_names:
-            raise DataError(
-                f"data.text_field={field}: {self._config.path} has no such column; it has "
-                f"{', '.join(rows.column_names)}"
-            )
-        for number, row in enumerate(rows):
-            text = row[field]
-            if not isinstance(text, str | None):
-                raise DataError(
-                    f"data.text_field={field}: row {number} of {self._config.path} holds {type(text).__name__}, not "
-                    "text; name a column with text"
-                )
-            yield Document(f"row {number}", text or "")

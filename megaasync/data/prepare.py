@@ -9,20 +9,24 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
 
 from megaasync.config.schema import HfData, IndexedData, PythonStdlibData, SyntheticData
 from megaasync.data import DataError
-from megaasync.data.corpus import Corpus, HfCorpus, PythonStdlibCorpus, is_held_out
+from megaasync.data.corpus import Corpus, PythonStdlibCorpus, is_held_out, open_corpus
+from megaasync.data.identity import Identity, Say, identify_tokens, write_manifest
 from megaasync.data.indexed_dataset import IndexedDataset, IndexedWriter
-from megaasync.data.tokenizer import Tokenizer, train_tokenizer
-from megaasync.distributed.environment import cpu_count
+from megaasync.data.tokenizer import Tokenizer, sample_texts, train_tokenizer
+from megaasync.distributed.environment import cpu_count, default_cache
 
-_FORMAT = 1  # raise when what is written changes
+_FORMAT = 2  # raise when what is written changes
 _BATCH = 256  # documents encoded at a time
+_MUCH_UNKNOWN = 0.01  # share of unknown pieces that is warned of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +37,32 @@ class PreparedData:
         train, validation: prefixes of token files; None for a source that makes its tokens itself, or for no
             validation set.
         tokenizer: sentencepiece model, None if the tokens did not come from text.
+        identity: hashes of their contents, for checkpoints and resumes; empty where nobody asked.
     """
 
     train: str | None
     validation: str | None
     tokenizer: str | None
+    identity: Identity = field(default_factory=dict)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One builder at a time over all processes that share the folder."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _locked(path: Path) -> Iterator[bool]:
+    """One builder at a time over all processes that share the folder; False where the file system has no locks."""
+    try:
+        file = open(path, "a")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise DataError(
+            f"data.cache_dir={path.parent}: {path.name} cannot be opened ({error.strerror}), so others cannot be "
+            "kept from writing there; set data.cache_dir to a folder of your own"
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # as on NFS without its lock service, or Lustre without flock: builders may do work twice
+            yield False
+            return
+        yield True
 
 
 def _make_folder(path: Path, key: str) -> None:
@@ -58,12 +75,10 @@ def _make_folder(path: Path, key: str) -> None:
         raise DataError(f"{key}={path}: cannot be written ({error.strerror}); set {key} to another folder") from None
 
 
-def _write_tokens(
-    corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, fraction: float, say: Callable[[str], None]
-) -> None:
+def _write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, fraction: float, say: Say) -> None:
     """Tokenize every document into folder/train and folder/validation."""
     threads = cpu_count()
-    counts = {"train": 0, "validation": 0, "empty": 0}
+    counts = {"train": 0, "validation": 0, "empty": 0, "tokens": 0, "unknown": 0}
     vocab = tokenizer.vocab_size
     with (
         IndexedWriter(folder / "train", vocab_size=vocab) as train,
@@ -78,13 +93,32 @@ def _write_tokens(
                 held_out = is_held_out(document.key, fraction=fraction)
                 (validation if held_out else train).add_document(tokens)
                 counts["validation" if held_out else "train"] += 1
+                counts["tokens"] += len(tokens)
+                counts["unknown"] += int(np.count_nonzero(np.asarray(tokens) == tokenizer.unknown_id))
     say(
         f"data: tokenized {counts['train']} training and {counts['validation']} validation documents, "
         f"{counts['empty']} empty ones left out"
     )
+    say_unknown(counts["unknown"], counts["tokens"], say=say)
     if counts["train"] == 0:
         raise DataError("no training document has text in it; check data.path and data.text_field")
+    for name in ("train", "validation"):
+        write_manifest(folder / name, facts={"tokenizer": tokenizer.fingerprint, "documents": counts[name]})
     (folder / "counts.json").write_text(json.dumps(counts))
+
+
+def say_unknown(unknown: int, tokens: int, *, say: Say) -> None:
+    """Tell how much of a text the tokenizer has no piece for: all of that is one and the same token."""
+    if unknown:
+        share = unknown / tokens
+        warning = (
+            "; WARNING: this much text is lost to the model, take a tokenizer with byte fallback or one that was made "
+            "for this text (data.tokenizer)"
+        )
+        say(
+            f"data: {unknown} of {tokens} tokens ({share:.2%}) are unknown to the tokenizer"
+            f"{warning if share > _MUCH_UNKNOWN else ''}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +130,13 @@ class _Cache:
     tokenizer_path: str | None
     vocab_size: int
     fraction: float
+    training_bytes: int
 
     def tokenizer(self) -> Path:
         """Where the tokenizer is, or will be."""
         if self.tokenizer_path is not None:
             return Path(self.tokenizer_path)
-        key = f"{_FORMAT}/{self.corpus_fingerprint}/{self.vocab_size}/{self.fraction}"
+        key = f"{_FORMAT}/{self.corpus_fingerprint}/{self.vocab_size}/{self.fraction}/{self.training_bytes}"
         return self.folder / f"tokenizer-{_short_hash(key)}.model"
 
     def tokens(self, tokenizer: Tokenizer) -> Path:
@@ -109,7 +144,12 @@ class _Cache:
         key = f"{_FORMAT}/{self.corpus_fingerprint}/{tokenizer.fingerprint}/{self.fraction}"
         return self.folder / f"tokens-{_short_hash(key)}"
 
-    def find(self) -> PreparedData | None:
+    @staticmethod
+    def is_whole(folder: Path) -> bool:
+        """Whether token files are there that were finished: they come by one rename."""
+        return (folder / "counts.json").exists()
+
+    def find(self, *, say: Say) -> PreparedData | None:
         """What is there whole; None if anything is missing or damaged, as after a full disk."""
         if self.tokenizer_path is None and not self.tokenizer().exists():
             return None
@@ -117,41 +157,68 @@ class _Cache:
             tokenizer = Tokenizer(self.tokenizer())
             folder = self.tokens(tokenizer)
             IndexedDataset(folder / "train")
+            identity: dict[str, str | None] = {"tokenizer": tokenizer.fingerprint, "validation": None}
+            identity["train"] = identify_tokens(folder / "train", memory=self.folder / "hashes", say=say)
             has_validation = json.loads((folder / "counts.json").read_text())["validation"] > 0
             if has_validation:
                 IndexedDataset(folder / "validation")
+                identity["validation"] = identify_tokens(folder / "validation", memory=self.folder / "hashes", say=say)
         except (DataError, OSError, ValueError):
             if self.tokenizer_path is not None:
                 Tokenizer(self.tokenizer())  # the user's own file: let its error be seen
             return None
         validation = str(folder / "validation") if has_validation else None
-        return PreparedData(str(folder / "train"), validation, str(self.tokenizer()))
+        return PreparedData(str(folder / "train"), validation, str(self.tokenizer()), identity)
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e6:.1f} MB" if number >= 1e5 else f"{number / 1e3:.1f} kB"
 
 
 def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def _build(corpus: Corpus, cache: _Cache, *, say: Callable[[str], None]) -> None:
-    """Make what is missing of a cache entry, under the lock."""
-    for left in (*cache.folder.glob("tokens-*.*"), *cache.folder.glob("tokenizer-*.part")):
-        # whoever made these is gone: we hold the lock
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+def _build(corpus: Corpus, cache: _Cache, *, is_alone: bool, say: Say) -> None:
+    """Make what is missing of a cache entry.
+
+    Args:
+        corpus: the documents.
+        cache: where to.
+        is_alone: the folder is locked. Otherwise another process may build the same beside this one: each writes
+            under names of its own, and the first to finish wins.
+        say: gets a line when something that takes time begins.
+    """
+    if is_alone:
+        for left in (*cache.folder.glob("tokens-*.*"), *cache.folder.glob("tokenizer-*.part")):
+            # whoever made these is gone: we hold the lock
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    own = f"{os.getpid()}-{os.urandom(4).hex()}.part"
     path = cache.tokenizer()
     if cache.tokenizer_path is None and not _is_tokenizer(path):
-        say(f"data: training a tokenizer with {cache.vocab_size} pieces")
         texts = (d.text for d in corpus.documents() if not is_held_out(d.key, fraction=cache.fraction))
-        aside = path.with_suffix(".part")
-        aside.write_bytes(train_tokenizer(texts, vocab_size=cache.vocab_size))
+        sample = sample_texts(texts, max_bytes=cache.training_bytes)
+        amount = "all of" if sample.used_bytes == sample.total_bytes else "a sample spread evenly over"
+        say(
+            f"data: training a tokenizer with {cache.vocab_size} pieces on {_size(sample.used_bytes)}, {amount} "
+            f"the {_size(sample.total_bytes)} of {sample.documents} documents (data.tokenizer_bytes)"
+        )
+        aside = path.with_name(f"{path.name}.{own}")
+        aside.write_bytes(train_tokenizer(sample.units, vocab_size=cache.vocab_size))
         aside.rename(path)
     tokenizer = Tokenizer(path)
     folder = cache.tokens(tokenizer)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside = folder.with_name(folder.name + ".part")
+    if is_alone or not cache.is_whole(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    aside = folder.with_name(f"{folder.name}.{own}")
     aside.mkdir()
     try:
         _write_tokens(corpus, tokenizer, aside, fraction=cache.fraction, say=say)
-        aside.rename(folder)
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not cache.is_whole(folder):  # else another process was quicker
+                raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -164,7 +231,7 @@ def _is_tokenizer(path: Path) -> bool:
     return True
 
 
-def _prepare_corpus(corpus: Corpus, cache: _Cache, *, say: Callable[[str], None]) -> PreparedData:
+def _prepare_corpus(corpus: Corpus, cache: _Cache, *, say: Say) -> PreparedData:
     if cache.tokenizer_path is not None:
         pieces = Tokenizer(cache.tokenizer_path).vocab_size
         if pieces > cache.vocab_size:
@@ -172,15 +239,15 @@ def _prepare_corpus(corpus: Corpus, cache: _Cache, *, say: Callable[[str], None]
                 f"model.vocab_size={cache.vocab_size}: the tokenizer {cache.tokenizer_path} has {pieces} pieces; set "
                 f"model.vocab_size={pieces} or more"
             )
-    prepared = cache.find()  # needs no writing, so a cache may be read-only
+    prepared = cache.find(say=say)  # needs no writing, so a cache may be read-only
     if prepared is not None:
         return prepared
     _make_folder(cache.folder, "data.cache_dir")
-    with _locked(cache.folder / "lock"):
-        prepared = cache.find()
+    with _locked(cache.folder / "lock") as is_alone:
+        prepared = cache.find(say=say)
         if prepared is None:
-            _build(corpus, cache, say=say)
-            prepared = cache.find()
+            _build(corpus, cache, is_alone=is_alone, say=say)
+            prepared = cache.find(say=say)
     if prepared is None:
         raise DataError(f"data.cache_dir={cache.folder}: what was just written cannot be read back; is the disk full?")
     return prepared
@@ -190,7 +257,8 @@ def prepare_data(
     data: PythonStdlibData | SyntheticData | IndexedData | HfData,
     *,
     vocab_size: int,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
+    identify: bool = True,
 ) -> PreparedData:
     """Make the token files that a run reads, or find them in the cache.
 
@@ -198,6 +266,8 @@ def prepare_data(
         data: the data group of the config.
         vocab_size: of the model; the tokenizer's may be smaller.
         say: gets a line when something that takes time begins.
+        identify: hash the contents of token files that the user gave; large ones take minutes the first time, and one
+            rank of a job is enough.
 
     Raises:
         DataError: a file is missing, empty or unreadable; the message names it.
@@ -206,19 +276,33 @@ def prepare_data(
         case SyntheticData():
             return PreparedData(None, None, None)
         case IndexedData():
-            for prefix in filter(None, (data.path, data.validation_path)):
-                IndexedDataset(prefix).check_ids(vocab_size)
-            return PreparedData(data.path, data.validation_path, None)
+            return _user_files(data, vocab_size=vocab_size, say=say, identify=identify)
         case PythonStdlibData():
             corpus: Corpus = PythonStdlibCorpus()
             tokenizer_path = None
         case HfData():
-            corpus, tokenizer_path = HfCorpus(data), data.tokenizer
+            corpus = open_corpus(data, say=say)
+            tokenizer_path = data.tokenizer and str(Path(data.tokenizer).expanduser())
     cache = _Cache(
         folder=Path(data.cache_dir).expanduser(),
         corpus_fingerprint=corpus.fingerprint(),
         tokenizer_path=tokenizer_path,
         vocab_size=vocab_size,
         fraction=data.validation_fraction,
+        training_bytes=data.tokenizer_bytes,
     )
     return _prepare_corpus(corpus, cache, say=say)
+
+
+def _user_files(data: IndexedData, *, vocab_size: int, say: Say, identify: bool) -> PreparedData:
+    prefixes = {"train": data.path, "validation": data.validation_path}
+    prefixes = {name: path and str(Path(path).expanduser()) for name, path in prefixes.items()}
+    for prefix in filter(None, prefixes.values()):
+        IndexedDataset(prefix).check_ids(vocab_size)
+    prepared = PreparedData(prefixes["train"], prefixes["validation"], None)
+    if not identify:
+        return prepared
+    identity: dict[str, str | None] = {"tokenizer": None}
+    for name, prefix in prefixes.items():
+        identity[name] = prefix and identify_tokens(prefix, memory=default_cache() / "hashes", say=say)
+    return replace(prepared, identity=identity)

@@ -1,8 +1,10 @@
 """A sentencepiece tokenizer with byte fallback: any text comes back exactly, and text never becomes a control token."""
 
 import hashlib
+import heapq
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from megaasync.data import DataError
 # sentencepiece writes a space as this character, so the character itself must go through byte pieces.
 _SPACE_MARK = "\u2581"
 _LONGEST_LINE = 4192  # bytes; sentencepiece's own limit on a training sentence
-_TRAINING_BYTES = 4_000_000  # enough text for a small vocabulary, trained in about two seconds
+_UNIT = 16_384  # letters of text that are sampled together, so that one long document does not fill the sample
 
 
 class Tokenizer:
@@ -20,6 +22,7 @@ class Tokenizer:
     Attributes:
         vocab_size: number of pieces.
         eos_id: id that ends a document.
+        unknown_id: id of what the model has no piece for, and no bytes either.
         fingerprint: hash of the model, for cache keys.
     """
 
@@ -35,6 +38,7 @@ class Tokenizer:
             raise DataError(f"data.tokenizer={path}: not a sentencepiece model") from None
         self.vocab_size = self._processor.vocab_size()
         self.eos_id = self._processor.eos_id()
+        self.unknown_id = self._processor.unk_id()
         if self.eos_id < 0:
             raise DataError(f"data.tokenizer={path}: has no end-of-sequence token; train one with eos_id set")
         self.fingerprint = hashlib.sha256(self._model_bytes).hexdigest()
@@ -66,24 +70,78 @@ class Tokenizer:
         return self._processor.decode(ids)
 
 
-def _training_sentences(texts: Iterable[str]) -> Iterable[str]:
-    """Lines of text, newline included, up to a fixed amount; long lines are cut."""
-    used = 0
+@dataclass(frozen=True, slots=True)
+class TextSample:
+    """Text that a tokenizer is trained on.
+
+    Attributes:
+        units: pieces of documents, in the order of the corpus.
+        used_bytes: of them.
+        total_bytes: of the whole corpus.
+        documents: how many the corpus has.
+    """
+
+    units: Sequence[str]
+    used_bytes: int
+    total_bytes: int
+    documents: int
+
+
+def _units(text: str) -> Iterator[str]:
+    """Whole lines of a text, about `_UNIT` letters at a time."""
+    lines: list[str] = []
+    length = 0
+    for line in text.splitlines(keepends=True):
+        lines.append(line)
+        length += len(line)
+        if length >= _UNIT:
+            yield "".join(lines)
+            lines, length = [], 0
+    if lines:
+        yield "".join(lines)
+
+
+def sample_texts(texts: Iterable[str], *, max_bytes: int) -> TextSample:
+    """An even sample of a corpus, all of it if it is small enough; one pass, memory for the sample only.
+
+    Every unit of text has the same chance, by a hash of what it says: neither the order of files nor what lies beside
+    it changes whether it is taken.
+
+    Args:
+        texts: documents.
+        max_bytes: largest sample, in bytes of UTF-8.
+    """
+    kept: list[tuple[int, int, str, int]] = []  # the unit with the largest hash first
+    used = total = documents = number = 0
     for text in texts:
-        for line in text.splitlines(keepends=True):
+        documents += 1
+        for unit in _units(text):
+            content = unit.encode(errors="replace")
+            draw = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+            heapq.heappush(kept, (-draw, number, unit, len(content)))
+            number += 1
+            used += len(content)
+            total += len(content)
+            while used > max_bytes and len(kept) > 1:
+                used -= heapq.heappop(kept)[3]
+    units = [unit for _, unit in sorted((one[1], one[2]) for one in kept)]
+    return TextSample(units, used, total, documents)
+
+
+def _sentences(units: Iterable[str]) -> Iterator[str]:
+    """Lines of text, newline included; long lines are cut."""
+    for unit in units:
+        for line in unit.splitlines(keepends=True):
             sentence = line[: _LONGEST_LINE // 4].replace("\0", "")
-            used += len(sentence)
             if sentence:
                 yield sentence
-        if used > _TRAINING_BYTES:
-            return
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> bytes:
     """Train a BPE model whose round trip is exact: byte fallback, no normalisation, no dummy prefix.
 
     Args:
-        texts: documents; the first few megabytes are used.
+        texts: documents, or units of a `TextSample`; all are used.
         vocab_size: pieces of the model; fewer if the text does not give that many.
 
     Returns:
@@ -92,7 +150,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> bytes:
     Raises:
         DataError: there is no text, or the vocabulary is too small for its letters.
     """
-    sentences = list(_training_sentences(texts))
+    sentences = list(_sentences(texts))
     if not sentences:
         raise DataError("no text to train a tokenizer on: every document is empty; check data.path and data.text_field")
     model = io.BytesIO()

@@ -88,6 +88,11 @@ def prepare_cuda() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
+def default_cache() -> Path:
+    """Where tokenizers, token files and file hashes are kept unless data.cache_dir says otherwise."""
+    return Path(os.environ.get("MEGAASYNC_CACHE") or Path(os.environ.get("HOME", "/tmp")) / ".cache/megaasync")
+
+
 def cpu_count() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0))

@@ -10,39 +10,38 @@ from typing import Any
 
 import yaml
 
-from megaasync.checkpoint.folders import look_at, newest, read_meta, remove_leftovers, set_aside_newer
+from megaasync.checkpoint.folders import checkpoints_in, look_at, mark_of, newest, read_meta, remove_leftovers
 from megaasync.checkpoint.run_lock import lock_folder, wait_for_ranks
-from megaasync.checkpoint.settings import check_settings
+from megaasync.checkpoint.settings import check_settings, first_difference
 from megaasync.config import ConfigError, TrainConfig
-from megaasync.observe.run_files import read_metrics, write_text
+from megaasync.data.identity import Identity, check_identity
+from megaasync.observe.run_files import read_metrics
 
 
-def make_run_folder(wanted: str | None, *, label: str) -> Path:
-    """Make and claim a run folder.
-
-    Args:
-        wanted: `run.dir`; None takes a new folder under runs/, named by time and label.
-        label: readable part of a new folder's name.
-
-    Returns:
-        An absolute path to a folder with an empty metrics.jsonl, which is the claim.
+def _existing_folder(wanted: str) -> Path:
+    """The folder that `run.dir` names, made if it is not there; an absolute path.
 
     Raises:
-        ConfigError: the folder cannot be written, or holds a run already.
+        ConfigError: it cannot be made or written.
     """
-    folder = Path(wanted).expanduser() if wanted else new_run_folder(label)
+    folder = Path(wanted).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "metrics.jsonl", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    except FileExistsError:
-        why = "holds a run already (metrics.jsonl)" if folder.is_dir() else "is a file"
-        raise ConfigError(f"run.dir={folder}: {why}; choose another folder or remove this one") from None
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(f"run.dir={wanted}: is a file, or lies in one; choose another folder") from None
     except OSError as error:
         raise ConfigError(
-            f"run.dir={folder}: cannot be written ({error.strerror}); choose a folder you may write to"
+            f"run.dir={wanted}: cannot be made ({error.strerror}); choose a folder you may write to"
         ) from None
-    os.close(descriptor)
-    return folder.absolute()
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.dir={wanted}: cannot be written (Permission denied); choose a folder you may write to")
+    return folder
+
+
+def _is_used(folder: Path) -> bool:
+    """Whether a run has left anything of its own; a claim that came to nothing, by a kill at its start, has not."""
+    metrics = folder / "metrics.jsonl"
+    return (metrics.exists() and metrics.stat().st_size > 0) or bool(checkpoints_in(folder / "checkpoints"))
 
 
 @dataclass(slots=True)
@@ -53,11 +52,13 @@ class Claim:
         folder: absolute.
         resume: complete checkpoint to go on from, or None.
         lock: descriptor that holds the folder.
+        notes: what the user should know about how the run goes on.
     """
 
     folder: Path
     resume: Path | None
     lock: int
+    notes: tuple[str, ...] = ()
 
     @property
     def has_begun(self) -> bool:
@@ -74,7 +75,11 @@ class Claim:
         wait_for_ranks(self.folder)
         found = newest(self.folder / "checkpoints")
         self.resume = self.resume if found is None else found.path
-        _go_back(self.folder, 0 if self.resume is None else read_meta(self.resume)["step"])
+
+    @property
+    def step(self) -> int:
+        """Steps that are done where the run goes on."""
+        return 0 if self.resume is None else read_meta(self.resume)["step"]
 
     def close(self) -> None:
         """Give the folder back; if the run in it never began, the corrected command may use the same folder."""
@@ -82,85 +87,120 @@ class Claim:
         os.close(self.lock)
 
 
-def claim_run_folder(config: TrainConfig, plain: Mapping[str, Any], *, label: str) -> Claim:
+def claim_run_folder(config: TrainConfig, plain: Mapping[str, Any], *, label: str, data: Identity) -> Claim:
     """Make a run folder, or find out where the run in it goes on.
+
+    Args:
+        config, plain: of the run, read and as a plain dict.
+        label: readable part of a new folder's name.
+        data: hashes of the run's tokenizer and tokens.
 
     Raises:
         ConfigError: the folder cannot be written, another run works there, it holds a run that is not this one, or the
             checkpoint is not whole.
     """
-    wish, wanted = config.checkpoint.resume, config.run.dir
+    wish = config.checkpoint.resume
     chosen = None if wish in ("auto", "never") else Path(wish).expanduser().absolute()
-    if chosen is not None and not (found := look_at(chosen)).is_complete:
-        raise ConfigError(
-            f"checkpoint.resume={wish}: {found.problem}; python -m megaasync.checkpoint list FOLDER shows whole ones"
-        )
-    folder = None if wanted is None else Path(wanted).expanduser().absolute()
-    if folder is None or not (folder / "metrics.jsonl").exists():
-        folder = make_run_folder(wanted, label=label)
-        return Claim(folder, chosen, lock_folder(folder))
-    if wish == "never" or not os.access(folder, os.W_OK):
-        make_run_folder(wanted, label=label)  # says why not
+    if chosen is not None:
+        meta = _named_checkpoint(chosen, wish)
+        check_settings(meta, plain, chosen, override=config.checkpoint.override, data=data)
+    folder = new_run_folder(label).absolute() if config.run.dir is None else _existing_folder(config.run.dir)
     lock = lock_folder(folder)
     try:
-        own = chosen if chosen is not None and chosen.parent == folder / "checkpoints" else None
-        if chosen is not None and own is None and _begun_from(folder) != chosen:
+        if not _is_used(folder):
+            (folder / "metrics.jsonl").touch()  # the claim
+            return Claim(folder, chosen, lock)
+        if wish == "never":
+            raise ConfigError(
+                f"run.dir={config.run.dir}: holds a run already; choose another folder or remove this one"
+            )
+        root = folder / "checkpoints"
+        own = chosen if chosen is not None and chosen.resolve().parent == root.resolve() else None
+        if chosen is not None and own is None and not _is_same_place(_begun_from(folder), chosen):
             raise ConfigError(
                 f"run.dir={config.run.dir}: holds a run already, and checkpoint.resume={wish} is not of it; choose "
                 "another folder"
             )
-        remove_leftovers(folder / "checkpoints")
-        resume, step = own or where_to_go_on(config, plain, folder), 0
-        if resume is not None:  # before anything of the run is touched
-            meta = read_meta(resume)
-            check_settings(meta, plain, resume, override=config.checkpoint.override)
-            step = meta["step"]
-        _go_back(folder, step)
+        remove_leftovers(root)
+        claim = Claim(folder, own or where_to_go_on(config, plain, folder, data=data), lock)
+        if claim.resume is not None:  # before anything of the run is touched
+            meta = read_meta(claim.resume)
+            check_settings(meta, plain, claim.resume, override=config.checkpoint.override, data=data)
+            claim.notes = _lost_rows(folder, meta["step"])
     except BaseException:
         os.close(lock)
         raise
-    return Claim(folder, resume, lock)
+    return claim
 
 
-def _go_back(folder: Path, step: int) -> None:
-    """Make a run folder what it was after a step; newer checkpoints are set aside."""
-    root = folder / "checkpoints"
-    remove_leftovers(root)
-    set_aside_newer(root, step)
-    _forget_after(folder, step)
+def _named_checkpoint(path: Path, wish: str) -> dict[str, Any]:
+    found = look_at(path)
+    if not found.is_complete:
+        raise ConfigError(
+            f"checkpoint.resume={wish}: {found.problem}; python -m megaasync.checkpoint list FOLDER shows whole ones"
+        )
+    return read_meta(path)
+
+
+def _is_same_place(one: Path | None, other: Path) -> bool:
+    return one is not None and one.resolve() == other.resolve()
+
+
+def _lost_rows(folder: Path, step: int) -> tuple[str, ...]:
+    """A line if metrics.jsonl has not all rows up to a checkpoint's step, as when somebody removed it."""
+    rows = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if row.get("kind") == "train"]
+    if not step or (rows and max(rows) >= step):
+        return ()
+    ends = f"ends at step {max(rows)}" if rows else "has no rows"
+    return (
+        f"WARNING: {folder / 'metrics.jsonl'} {ends}, but the checkpoint is of step {step}: the rows between are lost; "
+        "the run itself goes on exactly",
+    )
 
 
 def _begun_from(folder: Path) -> Path | None:
     """The checkpoint that the run in a folder was begun from; None if it was none."""
-    starts = [row for row in read_metrics(folder / "metrics.jsonl") if row.get("kind") == "start"]
-    name = starts[0].get("checkpoint") if starts else None
+    name = _first_start(folder).get("checkpoint")
     return None if name is None else Path(name)
 
 
-def where_to_go_on(config: TrainConfig, plain: Mapping[str, Any], folder: Path) -> Path | None:
+def _first_start(folder: Path) -> dict[str, Any]:
+    starts = (row for row in read_metrics(folder / "metrics.jsonl") if row.get("kind") == "start")
+    return next(starts, {})
+
+
+def where_to_go_on(
+    config: TrainConfig, plain: Mapping[str, Any], folder: Path, *, data: Identity | None = None
+) -> Path | None:
     """The newest complete checkpoint of the run in a folder, else what it was begun from; only looks.
 
     None to begin again a run that was lost before its first checkpoint.
+
+    Args:
+        config, plain: of the run, read and as a plain dict.
+        folder: the run folder.
+        data: hashes of the run's tokenizer and tokens; None where nobody has computed them.
 
     Raises:
         ConfigError: the folder holds another run, or this one complete.
     """
     found = newest(folder / "checkpoints")
     if found is None:
+        _check_same_run(config, plain, folder, data=data)
         first = _begun_from(folder)
-        if first is not None and look_at(first).is_complete:
-            return first
-        if first is not None:
+        if first is None:
+            return None
+        if look_at(first).is_complete:
+            if _first_start(folder).get("checkpoint_crc32") in (None, mark_of(first)):
+                return first
             raise ConfigError(
-                f"run.dir={config.run.dir}: the run in it was begun from {first}, which is no longer whole; choose "
-                "another folder, and another checkpoint.resume"
+                f"run.dir={config.run.dir}: the run in it was begun from {first}, where another checkpoint is by now; "
+                "choose another folder, and another checkpoint.resume"
             )
-        if config.checkpoint.interval is None or not _is_same_run(folder, plain):
-            raise ConfigError(
-                f"run.dir={config.run.dir}: holds a run already (metrics.jsonl) and no whole checkpoint of it; choose "
-                "another folder or remove this one"
-            )
-        return None
+        raise ConfigError(
+            f"run.dir={config.run.dir}: the run in it was begun from {first}, which is no longer whole; choose "
+            "another folder, and another checkpoint.resume"
+        )
     if found.step >= config.train.steps and _status(folder) == "completed":
         raise ConfigError(
             f"run.dir={config.run.dir}: holds a run already, complete after {found.step} steps; set train.steps above "
@@ -169,14 +209,27 @@ def where_to_go_on(config: TrainConfig, plain: Mapping[str, Any], folder: Path) 
     return found.path
 
 
-def _is_same_run(folder: Path, plain: Mapping[str, Any]) -> bool:
-    """Whether the run that was begun here had the same model, data, optimizer and seed."""
+def _check_same_run(
+    config: TrainConfig, plain: Mapping[str, Any], folder: Path, *, data: Identity | None = None
+) -> None:
+    """A run that was lost before its first checkpoint is begun again only by the same command: its rows go.
+
+    Raises:
+        ConfigError: something that decides its numbers differs, or cannot be known.
+    """
+    here, rest = f"run.dir={config.run.dir}: holds a run already", "choose another folder or remove this one"
+    if config.checkpoint.interval is None:
+        raise ConfigError(f"{here}, and checkpoint.interval=null makes no checkpoint to go on from; {rest}")
     try:
         begun = yaml.safe_load((folder / "config.yaml").read_text())
-        groups = all(begun[group] == plain[group] for group in ("model", "data", "optimizer"))
-        return groups and begun["train"]["seed"] == plain["train"]["seed"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        return False
+        difference = first_difference(begun, plain)
+    except (OSError, yaml.YAMLError, AttributeError, TypeError):
+        raise ConfigError(f"{here} (metrics.jsonl), but no config.yaml tells which; {rest}") from None
+    if difference is not None:
+        raise ConfigError(f"{here}, another one, and no whole checkpoint of it ({difference}); {rest}")
+    if data is not None:
+        start, override = _first_start(folder), config.checkpoint.override
+        check_identity(start.get("data"), data, where=f"the run in {folder}", override=override, is_known=False)
 
 
 def _status(folder: Path) -> str | None:
@@ -184,15 +237,6 @@ def _status(folder: Path) -> str | None:
         return json.loads((folder / "summary.json").read_text()).get("status")
     except (OSError, ValueError, AttributeError):
         return None
-
-
-def _forget_after(folder: Path, step: int) -> None:
-    """Take back what the run wrote after a step: it will write that again."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    kept = [row for row in rows if row.get("kind") == "start" or row.get("step", 0) <= step]
-    write_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-    for name in ("summary.json", "report.html", "trace.json"):
-        (folder / name).unlink(missing_ok=True)
 
 
 def new_run_folder(label: str) -> Path:
@@ -217,7 +261,7 @@ def release_run_folder(folder: Path) -> None:
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size == 0:
         ours = (*folder.glob(".config.yaml.*"), *folder.glob(".*.lock"))
-        for path in (metrics, folder / "config.yaml", *ours):
+        for path in (metrics, folder / "config.yaml", folder / "tokenizer.model", *ours):
             path.unlink(missing_ok=True)
         if not any(folder.iterdir()):
             folder.rmdir()

@@ -5,7 +5,12 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from time import monotonic
 from typing import Any
+
+from megaasync.config.schema import ConfigError
+
+_LOOK_SECONDS = 1.0  # between two looks at whether the run folder is still where it was
 
 
 def _plain(value: Any) -> Any:
@@ -24,11 +29,29 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(_plain(content), indent=2, allow_nan=False) + "\n")
 
 
+def copy_whole(source: Path, path: Path) -> None:
+    """Copy a file aside and rename it, unless the same content is there already."""
+    content = source.read_bytes()
+    if path.exists() and path.read_bytes() == content:
+        return
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_bytes(content)
+    aside.rename(path)
+
+
 def write_text(path: Path, content: str) -> None:
     """Write a text file aside and rename it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(content)
     aside.rename(path)
+
+
+class FolderLost(ConfigError):
+    """The run folder was renamed or removed under the run."""
+
+
+def _key_of(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 class MetricsFile:
@@ -37,13 +60,39 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 - lives as long as the run
+        self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)  # the folder itself, whatever its name is
+        self._looked = monotonic()
+
+    def _look_for_the_folder(self) -> None:
+        """Once a second: a run must not go on for days in a folder that nobody finds.
+
+        Raises:
+            FolderLost: the folder's name is gone, or leads to another folder.
+        """
+        if monotonic() - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = monotonic()
+        try:
+            is_there = _key_of(os.stat(self._path.parent)) == _key_of(os.fstat(self._folder))
+        except FileNotFoundError:
+            is_there = False
+        if is_there:
+            return
+        now = os.readlink(f"/proc/self/fd/{self._folder}")
+        what = "removed" if now.endswith(" (deleted)") else f"renamed to {now}"
+        remedy = (
+            "begin it again" if now.endswith(" (deleted)") else f"go on from its last checkpoint with run.dir={now}"
+        )
+        raise FolderLost(f"run.dir={self._path.parent}: the folder was {what} while the run worked in it; {remedy}")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one JSON object as a line.
 
         Raises:
             OSError: names the file.
+            FolderLost: the run folder is no longer where it was.
         """
+        self._look_for_the_folder()
         try:
             self._file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
         except OSError as error:
@@ -51,12 +100,15 @@ class MetricsFile:
 
     def close(self) -> None:
         """Close the file."""
+        os.close(self._folder)
         self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete rows of a metrics.jsonl."""
-    rows = []
+    """All complete rows of a metrics.jsonl; none if it is not there."""
+    rows: list[dict[str, Any]] = []
+    if not path.exists():
+        return rows
     for line in path.read_text().splitlines():
         try:
             rows.append(json.loads(line))

@@ -17,6 +17,7 @@ from megaasync.checkpoint.stage_state import StageState
 from megaasync.config.layout import AXES
 from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import ConfigError, IndexedData, SyntheticData, Taylor, TrainConfig
+from megaasync.data.identity import Identity
 from megaasync.data.indexed_dataset import IndexedDataset
 from megaasync.data.microbatches import DataShare, TokenSequences, TrainingMicrobatches, ValidationMicrobatches
 from megaasync.data.prepare import PreparedData
@@ -39,7 +40,7 @@ from megaasync.nn.torch_kernels import TORCH_KERNELS
 from megaasync.observe.trace import Recorder
 from megaasync.optim.data_parallel import DataParallel
 from megaasync.optim.delay_compensation import DelayCompensation
-from megaasync.optim.lr_schedule import lr_schedule
+from megaasync.optim.lr_schedule import LearningRate, LrShape
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.channels import Channels, Transport, group_names
 from megaasync.pipeline.executor import Executor
@@ -195,6 +196,11 @@ def _initial_weights(module: DecoderStage, config: TrainConfig, sizes: StageSize
     return list(weights.values())
 
 
+def learning_rate_of(config: TrainConfig) -> LearningRate:
+    """The learning rate that a config asks for."""
+    return LearningRate(LrShape.of(config.train), peak=config.optimizer.lr)
+
+
 def build_stage(
     config: TrainConfig,
     schedule: PipelineSchedule,
@@ -204,6 +210,7 @@ def build_stage(
     mesh: Mesh,
     groups: Groups,
     device: torch.device,
+    learning_rate: LearningRate | None = None,
     kernels: Kernels = TORCH_KERNELS,
 ) -> PipelineStage:
     """One stage with its weights, versions, gradient sums and optimizer."""
@@ -219,7 +226,7 @@ def build_stage(
         layout,
         initial,
         dtype=at_least_float32(dtype),
-        learning_rate=lr_schedule(config.train, peak=config.optimizer.lr),
+        learning_rate=learning_rate or learning_rate_of(config),
         tensor=groups.tensor_updates,
         compensation=DelayCompensation(config.correction.strength, config.correction.adaptive)
         if isinstance(config.correction, Taylor)
@@ -286,8 +293,19 @@ def build_trainer(
         splits_backward=schedule.splits_backward,
         say=files.say if files is not None else lambda line: None,
     )
+    learning_rate = learning_rate_of(config)
     stages = [
-        build_stage(config, schedule, needs, index=index, mesh=mesh, groups=groups, device=device, kernels=kernels)
+        build_stage(
+            config,
+            schedule,
+            needs,
+            index=index,
+            mesh=mesh,
+            groups=groups,
+            device=device,
+            learning_rate=learning_rate,
+            kernels=kernels,
+        )
         for index in schedule.stages_of(rank)
     ]
     is_cpu = device.type == "cpu"
@@ -356,9 +374,9 @@ def build_trainer(
     )
     checkpoints = None
     if files is not None and (config.checkpoint.interval is not None or files.resume is not None):
-        checkpoints = _checkpoints(config, files, stages, updates, schedule, rank=mesh.rank)
+        checkpoints = _checkpoints(config, files, stages, updates, schedule, rank=mesh.rank, data=prepared.identity)
         if files.resume is not None:
-            checkpoints.resume(files.resume, phases)
+            checkpoints.resume(files.resume, phases, learning_rate=learning_rate)
     return Trainer(
         config,
         phases,
@@ -409,6 +427,7 @@ def _checkpoints(
     schedule: PipelineSchedule,
     *,
     rank: int,
+    data: Identity,
 ) -> RunCheckpoints:
     """All ranks call it together: it makes a group."""
     is_alone = not dist.is_initialized()
@@ -434,4 +453,4 @@ def _checkpoints(
             group=group,
             say=files.say,
         )
-    return RunCheckpoints(config, files.plain, keeper=keeper, states=states, updates=updates, group=group)
+    return RunCheckpoints(config, files.plain, keeper=keeper, states=states, updates=updates, group=group, data=data)

@@ -1,6 +1,6 @@
 """What a trainer needs of checkpoints: save now, where to go on, wait."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,64 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from megaasync.checkpoint.folders import folder_name, read_meta, wrong_files
+from megaasync.checkpoint.folders import folder_name, newest, read_meta, set_aside, wrong_files
 from megaasync.checkpoint.keeper import CheckpointKeeper
 from megaasync.checkpoint.restore import Position, describe, entries_at, restore
 from megaasync.checkpoint.settings import check_settings
 from megaasync.checkpoint.stage_state import StageState
 from megaasync.config.schema import ConfigError, TrainConfig
+from megaasync.data.identity import Identity
 from megaasync.distributed.agreement import gathered
+from megaasync.optim.lr_schedule import LearningRate, LrShape
 from megaasync.pipeline.updates import Updates
 from megaasync.schedules import Phase
+
+
+def sound_checkpoint(
+    path: Path, folder: Path, *, falls_back: bool, rank: int, world_size: int, say: Callable[[str], None]
+) -> Path:
+    """A checkpoint whose checksums are right: `path`, or the newest older one of the run.
+
+    All ranks call it together, before anything of the run is loaded or written; each reads its part of the files.
+
+    Args:
+        path: chosen to go on from.
+        folder: the run folder.
+        falls_back: take an older one in the place of a damaged one, which is renamed.
+        rank, world_size: of this process.
+        say: tells the user, on rank 0.
+
+    Raises:
+        ConfigError: on every rank: it is damaged, and no other is to be taken or there is none.
+    """
+    while True:
+        problems = _told_by_all(next(iter(wrong_files(path, part=rank, parts=world_size)), None), world_size)
+        problem = next((one for one in problems if one), None)
+        if problem is None:
+            return path
+        words = f"checkpoint {path}: {problem}"
+        if not falls_back:
+            raise ConfigError(f"{words}; take an older one with checkpoint.resume=FOLDER")
+        older = None
+        if rank == 0:
+            aside = set_aside(path, "damaged")
+            older = newest(folder / "checkpoints")
+            if older is not None:
+                say(f"WARNING: {words}; it was renamed to {aside.name}, and the run goes on from {older.path}")
+        older = _told_by_all(older and older.path, world_size)[0]
+        if older is None:
+            raise ConfigError(
+                f"{words}; there is no older one in {folder / 'checkpoints'}; begin the run again in another folder"
+            )
+        path = older
+
+
+def _told_by_all(mine: Any, world_size: int) -> list[Any]:
+    if world_size == 1:
+        return [mine]
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, mine)
+    return found
 
 
 class RunCheckpoints:
@@ -35,6 +84,7 @@ class RunCheckpoints:
         states: Sequence[StageState],
         updates: Updates,
         group: dist.ProcessGroup | None,
+        data: Identity,
     ) -> None:
         """Checkpoints of a run.
 
@@ -44,14 +94,21 @@ class RunCheckpoints:
             states: of this rank's stages.
             updates: of this rank.
             group: all ranks, over gloo; None for a single rank.
+            data: hashes of tokenizer and tokens.
         """
+        self._data = data
         self._config, self._plain, self._keeper = config, plain, keeper
         self._states, self._updates, self._group = states, updates, group
         self._compensates = config.correction.name == "taylor"
         self.position: Position | None = None
 
-    def resume(self, path: Path, phases: tuple[Phase, ...]) -> None:
+    def resume(self, path: Path, phases: tuple[Phase, ...], *, learning_rate: LearningRate) -> None:
         """Load a checkpoint into the stages, and remember where to go on.
+
+        Args:
+            path: the folder, whose checksums have been looked at.
+            phases: of the config.
+            learning_rate: of the stages; updates that the checkpoint has pending keep the rate of their rows.
 
         Raises:
             ConfigError: it does not fit.
@@ -59,12 +116,13 @@ class RunCheckpoints:
         problem, meta = None, {}
         try:
             meta = read_meta(path)
-            check_settings(meta, self._plain, path, override=self._config.checkpoint.override)
-            problem = next(iter(wrong_files(path, part=self._rank, parts=self._world)), None)
-            problem = problem and f"checkpoint {path}: {problem}; take an older one with checkpoint.resume=FOLDER"
+            check_settings(meta, self._plain, path, override=self._config.checkpoint.override, data=self._data)
         except ConfigError as error:
             problem = str(error)
         self._agree(problem)
+        then = meta["config"]
+        before = LearningRate(LrShape.of_plain(then["train"]), peak=then["optimizer"]["lr"])
+        learning_rate.keep_before(meta["step"], before)
         self.position = restore(
             path,
             meta,
@@ -77,17 +135,9 @@ class RunCheckpoints:
         if (
             self._keeper is not None
             and path.name == folder_name(self.position.step)
-            and path.parent == self._keeper.root
+            and path.parent.resolve() == self._keeper.root.resolve()
         ):
-            self._keeper.last_step = self.position.step
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self._group is None else dist.get_rank(self._group)
-
-    @property
-    def _world(self) -> int:
-        return 1 if self._group is None else dist.get_world_size(self._group)
+            self._keeper.last_step = self._keeper.saved_step = self.position.step
 
     def _agree(self, problem: str | None) -> None:
         """All ranks raise if one of them has a problem; a rank that alone gave up would leave the others waiting.
@@ -103,6 +153,16 @@ class RunCheckpoints:
         """Seconds that the longest save took."""
         return 0.0 if self._keeper is None else self._keeper.longest
 
+    @property
+    def saved_step(self) -> int:
+        """Of the newest checkpoint that this start has made or gone on from; -1 if there is none."""
+        return -1 if self._keeper is None else self._keeper.saved_step
+
+    @property
+    def problem(self) -> str | None:
+        """Why the last save failed; None if it did not."""
+        return None if self._keeper is None else self._keeper.problem
+
     def is_due(self, step: int) -> bool:
         """Whether there is no checkpoint of `step` yet, and there should be one."""
         return self._keeper is not None and self._keeper.last_step != step
@@ -117,6 +177,7 @@ class RunCheckpoints:
             "torch": torch.__version__,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "config": dict(self._plain),
+            "data": dict(self._data),
         }
         entries = entries_at(self._states, step, schedule=phase.schedule, compensates=self._compensates)
         self._keeper.save(step, entries, meta | made, own=own)

@@ -7,13 +7,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from megaasync.checkpoint.folders import mark_of
 from megaasync.cluster.script import REQUEUE
 from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import TrainConfig
+from megaasync.data.identity import Identity
 from megaasync.models.flops import utilisation
 from megaasync.observe.progress import Progress
 from megaasync.observe.report import metric_curves, render_facts, render_page, show
-from megaasync.observe.run_files import MetricsFile, read_metrics, write_json, write_text
+from megaasync.observe.run_files import FolderLost, MetricsFile, read_metrics, write_json, write_text
 from megaasync.observe.spikes import SpikeWatch
 from megaasync.observe.trace import Timeline, write_chrome_trace
 from megaasync.observe.tracker import WandbTracker
@@ -27,8 +29,15 @@ _STEPS_DRAWN = 3
 class RunOutput:
     """Observes a run on rank 0 and writes its folder; a context manager."""
 
-    def __init__(self, config: TrainConfig, folder: Path, run_config: Mapping[str, Any]) -> None:
-        self._config, self._folder = config, folder
+    def __init__(self, config: TrainConfig, folder: Path, run_config: Mapping[str, Any], *, data: Identity) -> None:
+        """The outputs of a run.
+
+        Args:
+            config, run_config: read, and as a plain dict.
+            folder: the run folder.
+            data: hashes of tokenizer and tokens.
+        """
+        self._config, self._folder, self._data = config, folder, data
         self._plan = make_plan(config)
         self._metrics = MetricsFile(folder / "metrics.jsonl")
         self._progress = Progress(steps=config.train.steps, interval=config.logging.interval)
@@ -58,9 +67,11 @@ class RunOutput:
                 "kind": "start",
                 "step": step,
                 "checkpoint": None if checkpoint is None else str(checkpoint),
+                "checkpoint_crc32": None if checkpoint is None else mark_of(checkpoint),
                 "layout": self._plan["layout"],
                 "clip": self._plan["clip"],
                 "kernels": kernels,
+                "data": dict(self._data),
             }
         )
         self._progress.__enter__()
@@ -85,7 +96,7 @@ class RunOutput:
             self._tracker.close()
             if self._tracker.problem:
                 print(f"wandb: {self._tracker.problem}; metrics.jsonl has every row", flush=True)
-        if error is not None and self._has_begun:
+        if error is not None and self._has_begun and not isinstance(error, FolderLost):
             with suppress(OSError):  # the error may be that nothing can be written
                 write_json(self._folder / "summary.json", {"status": "failed", "message": str(error)})
 
@@ -117,7 +128,7 @@ class RunOutput:
         rows = read_metrics(self._folder / "metrics.jsonl")
         write_text(self._folder / "report.html", self._report(summary, rows, outcome.timeline))
         write_json(self._folder / "summary.json", summary)
-        if outcome.is_to_go_on and outcome.status == "interrupted":
+        if outcome.is_to_go_on and outcome.status == "interrupted":  # there is progress on disk to go on from
             (self._folder / REQUEUE).touch()
         self._progress.say(
             f"{outcome.status} after {outcome.steps} steps: validation loss {show(outcome.val_loss)}, "
@@ -134,8 +145,11 @@ class RunOutput:
             ranks=self._config.world_size,
             device_name=outcome.device_name,
         )
+        failed = {"message": f"the last checkpoint could not be saved: {outcome.save_problem}"}
         return {
-            "status": outcome.status,
+            "status": "failed" if outcome.save_problem else outcome.status,
+            **(failed if outcome.save_problem else {}),
+            "checkpoint_step": outcome.saved_step,
             "steps": outcome.steps,
             "tokens": outcome.tokens,
             "train_loss": outcome.train_loss,

@@ -14,7 +14,7 @@ from megaasync.config.schema import TrainConfig
 from megaasync.data.microbatches import ValidationMicrobatches
 from megaasync.nn.router import LOSSES
 from megaasync.observe.trace import Recorder, Timeline, merge
-from megaasync.optim.lr_schedule import lr_multiplier
+from megaasync.optim.lr_schedule import LrShape, lr_multiplier
 from megaasync.pipeline import TrainingError
 from megaasync.pipeline.executor import Evaluation, Executor
 from megaasync.pipeline.updates import StepResult
@@ -44,7 +44,10 @@ class TrainOutcome:
         tokens_per_second: between the first and the last step, evaluations left out.
         peak_memory_bytes: of the rank that used most; on ranks other than 0, this rank's.
         timeline: measured, all ranks; on ranks other than 0, this rank's.
-        is_to_go_on: it was interrupted by what wants it to be started again by itself, and came forward.
+        is_to_go_on: it was interrupted by what wants it to be started again by itself, and a checkpoint holds what it
+            has done.
+        saved_step: of the newest checkpoint that the run has on disk; None without one.
+        save_problem: why the last save failed; None if it did not.
         device_name: of this rank's device.
     """
 
@@ -57,6 +60,8 @@ class TrainOutcome:
     peak_memory_bytes: int
     timeline: Timeline
     is_to_go_on: bool
+    saved_step: int | None
+    save_problem: str | None
     device_name: str
 
 
@@ -242,7 +247,7 @@ class Trainer:
                 "kind": "train",
                 "step": step + 1,
                 "loss": result.loss,
-                "lr": self._config.optimizer.lr * lr_multiplier(self._config.train, step),
+                "lr": self._config.optimizer.lr * lr_multiplier(LrShape.of(self._config.train), step),
                 "grad_norm": result.grad_norm,
                 "tokens": self._tokens,
                 "tokens_per_second": tokens / max(finished - before, 1e-9),
@@ -303,6 +308,7 @@ class Trainer:
             elapsed = self._finish_times[1] - self._finish_times[0]
             rate = (self._tokens - self._tokens_before) * (here - 1) / here / max(elapsed, 1e-9)
         loss = self._last_loss
+        saved = -1 if self._checkpoints is None else self._checkpoints.saved_step
         return TrainOutcome(
             status=status,
             steps=done,
@@ -312,6 +318,8 @@ class Trainer:
             tokens_per_second=rate,
             peak_memory_bytes=max(part[2] for part in parts),
             timeline=merge([(part[0], part[1]) for part in parts]),
-            is_to_go_on=done > self._start and any(part[3] for part in parts),
+            is_to_go_on=saved > self._start and any(part[3] for part in parts),
+            saved_step=None if saved < 0 else saved,
+            save_problem=None if self._checkpoints is None else self._checkpoints.problem,
             device_name=torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
         )

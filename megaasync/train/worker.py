@@ -2,21 +2,29 @@
 
 import json
 import signal
+import socket
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch import distributed as dist
 
+from megaasync.checkpoint.folders import read_meta
+from megaasync.checkpoint.rollback import go_back
 from megaasync.checkpoint.run_lock import join_folder
 from megaasync.cluster.record import LAUNCH_RECORD
-from megaasync.config.schema import SlurmCluster, TrainConfig
+from megaasync.config.schema import ConfigError, SlurmCluster, TrainConfig
+from megaasync.data.identity import samples_of
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import choose_device, join_group, leave_group
+from megaasync.pipeline import TrainingError
 from megaasync.train.build import CheckpointFiles, build_trainer
+from megaasync.train.checkpointing import sound_checkpoint
 from megaasync.train.output import RunOutput
 from megaasync.train.preflight import preflight
 from megaasync.train.trainer import Trainer
@@ -38,6 +46,32 @@ def _as_rank_0_says(said: Any) -> Any:
     box = [said]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def _check_same_tokens(prepared: PreparedData, environment: RankEnvironment) -> None:
+    """All ranks read the same tokens: a node may hold an older copy under the same name.
+
+    Raises:
+        ConfigError: on every rank, names the first one that differs from rank 0.
+    """
+    if environment.world_size == 1 or prepared.train is None:
+        return
+    mine = (socket.gethostname(), samples_of(prepared.train), samples_of(prepared.validation))
+    found: list[Any] = [None] * environment.world_size
+    dist.all_gather_object(found, mine)
+    for rank, (host, *samples) in enumerate(found):
+        if samples != list(found[0][1:]):
+            raise ConfigError(
+                f"data: the token files {prepared.train} that rank {rank} on {host} reads are not those of rank 0 on "
+                f"{found[0][0]}; copy the same files to all nodes, or use a folder that they share"
+            )
+
+
+def _is_own_choice(resume: Path, folder: Path, config: TrainConfig) -> bool:
+    """Whether the run itself chose among its own checkpoints, so that it may choose another."""
+    wish = config.checkpoint.resume
+    is_named = wish not in ("auto", "never") and Path(wish).expanduser().resolve() == resume.resolve()
+    return not is_named and resume.resolve().parent == (folder / "checkpoints").resolve()
 
 
 def _launch_record(folder: Path) -> dict[str, Any]:
@@ -75,10 +109,23 @@ def run_rank(
     wants_gpu = isinstance(config.cluster, SlurmCluster) and config.cluster.gpus_per_node and config.device == "auto"
     device = choose_device("cuda" if wants_gpu else config.device, local_rank=environment.local_rank)
     join_group(environment, device=device, timeout=timedelta(seconds=config.parallel.timeout_seconds))
-    folder, resume = _as_rank_0_says((folder, resume))
+    folder, resume, identity = _as_rank_0_says((folder, resume, prepared.identity))
+    prepared = replace(prepared, identity=identity)
     with suppress(OSError):  # a folder that only rank 0 sees cannot be guarded from here
         join_folder(folder)
-    output = RunOutput(config, folder, run_config) if environment.rank == 0 else None
+    _check_same_tokens(prepared, environment)
+    if resume is not None:
+        resume = sound_checkpoint(
+            resume,
+            folder,
+            falls_back=_is_own_choice(resume, folder, config),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    if environment.rank == 0:  # nothing of the run was touched before it was clear what it goes on from
+        go_back(folder, 0 if resume is None else read_meta(resume)["step"])
+    output = RunOutput(config, folder, run_config, data=prepared.identity) if environment.rank == 0 else None
     say = output.say if output is not None else lambda line: None
     files = CheckpointFiles(folder / "checkpoints", resume, run_config, say)
     if isinstance(config.cluster, SlurmCluster) and config.cluster.preflight and environment.world_size > 1:
@@ -100,6 +147,10 @@ def run_rank(
         outcome = trainer.train()
         if output is not None:
             output.finish(outcome)
-    _as_rank_0_says(None)  # srun ends the other tasks when one has ended with a status: rank 0 writes for all first
+    # srun ends the other tasks when one has ended with a status: rank 0 writes for all first
+    problem = _as_rank_0_says(outcome.save_problem)
     leave_group()
+    if problem is not None:
+        on_disk = "there is none" if outcome.saved_step is None else f"the newest one is of step {outcome.saved_step}"
+        raise TrainingError(f"the last checkpoint, of step {outcome.steps}, could not be saved: {problem}; {on_disk}")
     return outcome.status

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megaasync.checkpoint import transfer
-from megaasync.checkpoint.folders import MARK, checkpoints_in
+from megaasync.checkpoint.folders import MARK, checkpoints_in, look_at, newest
 from megaasync.checkpoint.pieces import Pieces
 from tests.cli.test_runs import ranks_of, wait_for_step
 from tests.support.cli import TINY, command, environment, metrics, pretrain, small_disk, summary
@@ -262,7 +262,7 @@ def test_a_complete_run_is_not_run_again(tmp_path, with_two):
 
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path):
-    """The older checkpoint stays, the message says so, training goes on."""
+    """The older checkpoint stays, the message says so, training goes on; but a run that ends unsaved has failed."""
     with small_disk(tmp_path, "8m") as disk:
         (disk / "run").mkdir()
         arguments = [*RECIPE, "model.hidden_size=64", "checkpoint.keep=1", f"run.dir={disk}/run"]
@@ -272,7 +272,12 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path):
         room = shutil.disk_usage(disk).free
         (disk / "ballast").write_bytes(b"x" * (room - 600_000))
         ran = pretrain(*arguments, "train.steps=16", cwd=tmp_path)
-        assert ran.status == 0, ran.err
+        assert ran.status == 1, ran.err
+        assert "the last checkpoint, of step 16, could not be saved" in ran.message
+        assert "the newest one is of step 8" in ran.message and "Traceback" not in ran.err
+        told = summary(disk / "run")
+        assert told["status"] == "failed" and told["checkpoint_step"] == 8 and told["steps"] == 16 and told["val_loss"]
+        assert len(metrics(disk / "run")) == 16
         assert "checkpoint at step 12 failed" in ran.out and "training goes on" in ran.out
         assert "needs" in ran.out and "MiB are free; make room" in ran.out
         assert str(found.path) in ran.out
@@ -287,7 +292,8 @@ def test_a_file_size_limit_in_the_middle_of_a_write_is_survived(tmp_path):
         ["bash", "-c", 'ulimit -f 300; exec "$@"', "bash", *command(*arguments)],
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    assert ran.returncode == 1, ran.stderr
+    assert summary(tmp_path / "run")["checkpoint_step"] is None
     assert "checkpoint at step 4 failed" in ran.stdout and "there is no checkpoint yet" in ran.stdout
     assert "a file could not be written whole; is the disk full, or a quota or file size limit" in ran.stdout
     assert checkpoints_in(tmp_path / "run" / "checkpoints") == []
@@ -358,9 +364,88 @@ def test_a_changed_byte_is_found_before_it_is_used(tmp_path, with_two):
     changed = bytearray(shard.read_bytes())
     changed[len(changed) // 2] ^= 1
     shard.write_bytes(changed)
-    ran = pretrain(*RECIPE, "train.steps=12", "run.dir=run", cwd=tmp_path)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    wish = f"checkpoint.resume={with_two / 'step_00000008'}"
+    ran = pretrain(*RECIPE, "train.steps=12", "run.dir=run", wish, cwd=tmp_path)
     assert ran.status == 2 and f"{shard.name} was changed after it was written" in ran.message, ran.err
     assert "checkpoint.resume=FOLDER" in ran.message and "Traceback" not in ran.err
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before, "rows went before the checksums were looked at"
+    expected = numbers(tmp_path / "run")
+    ran = pretrain(*RECIPE, "train.steps=8", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    assert f"WARNING: checkpoint {shard.parent}: {shard.name} was changed" in ran.err
+    assert "renamed to damaged_step_00000008" in ran.err and "goes on from" in ran.err
+    assert metrics(tmp_path / "run", "start")[-1]["step"] == 4 and numbers(tmp_path / "run") == expected
+    (with_two / "step_00000004" / MARK).unlink()
+    shard = next((with_two / "step_00000008").glob("*.distcp"))
+    shard.write_bytes(changed[: shard.stat().st_size].ljust(shard.stat().st_size))
+    ran = pretrain(*RECIPE, "train.steps=12", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 2 and "there is no older one" in ran.message, ran.err
+
+
+@pytest.mark.parametrize("name", ["megaasync.json", MARK])
+def test_a_changed_byte_of_a_checkpoints_json_is_found_before_it_is_used(tmp_path, with_two, name):
+    """At every place of a few: a key, a number, a brace."""
+    path = with_two / "step_00000008" / name
+    whole = path.read_bytes()
+    for place in (3, len(whole) // 3, len(whole) // 2, len(whole) - 4):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        found = look_at(path.parent)
+        assert not found.is_complete and (name in found.problem or "its save did not finish" in found.problem)
+        assert newest(with_two).step == 4
+    path.write_bytes(whole)
+    assert look_at(path.parent).is_complete
+    renamed = path.parent.rename(with_two / "step_00000900")
+    assert look_at(renamed).problem == "is a checkpoint of step 8 under another name"
+
+
+def test_a_mark_that_names_files_elsewhere_is_not_followed(tmp_path, with_two):
+    mark = with_two / "step_00000008" / MARK
+    for name in ("/dev/zero", "../notes", "sub/file"):
+        content = json.loads(mark.read_text())
+        content["files"][name] = {"size": 0, "crc32": 0}
+        del content["crc32"]
+        mark.with_name("other").write_text(json.dumps(content))
+        shutil.copytree(with_two / "step_00000008", with_two / "copy")
+        (with_two / "copy/other").rename(with_two / "copy" / MARK)
+        assert "was changed" in look_at(with_two / "copy").problem
+        shutil.rmtree(with_two / "copy")
+
+
+def test_rows_that_somebody_removed_are_missed_and_the_run_goes_on(tmp_path, with_two):
+    """The checkpoints say where the run is; its new ones are kept, and nothing begins at 0."""
+    whole = numbers(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "summary.json").unlink()
+    ran = pretrain(*RECIPE, "train.steps=12", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    assert "metrics.jsonl has no rows, but the checkpoint is of step 8: the rows between are lost" in ran.out
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [9, 10, 11, 12]
+    assert [one.step for one in checkpoints_in(with_two)] == [8, 12] and len(whole) == 8
+    ran = pretrain(*RECIPE, "train.steps=12", "run.dir=run", "checkpoint.resume=never", cwd=tmp_path)
+    assert ran.status == 2 and "holds a run already" in ran.message
+
+
+def test_two_names_of_one_folder(tmp_path, with_two):
+    """run.dir through a link, the checkpoint by its real path or with dots; and a home folder."""
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    real = f"checkpoint.resume={with_two / 'step_00000004'}"
+    ran = pretrain(*RECIPE, "train.steps=6", "run.dir=link", real, cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    dots = f"checkpoint.resume={with_two / '../checkpoints/step_00000006'}"
+    ran = pretrain(*RECIPE, "train.steps=7", "run.dir=~/../run", dots, cwd=tmp_path, HOME=str(tmp_path / "link"))
+    assert ran.status == 0, ran.err
+    assert [row["step"] for row in metrics(tmp_path / "run", "start")] == [0, 4, 6]
+
+
+def test_no_requeue_without_progress_on_disk(tmp_path):
+    """Every save fails, as on a full disk: at the time limit the job is not queued again, for ever."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file in the place of the folder")
+    ran = pretrain(*RECIPE, "train.steps=100000", "train.time_limit=8", "run.dir=run", cwd=tmp_path)
+    assert ran.status == 1 and "could not be saved" in ran.message and "there is none" in ran.message, ran.err
+    assert not (tmp_path / "run" / ".requeue").exists()
+    assert summary(tmp_path / "run")["checkpoint_step"] is None
 
 
 def test_newer_checkpoints_of_a_way_not_taken_are_set_aside(tmp_path, with_two):

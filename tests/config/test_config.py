@@ -138,7 +138,7 @@ def test_numbers_as_yaml_gives_them():
         ({"data__branching": 65}, "data.branching=65: must lie in"),
         ({"data": {"name": "indexed", "path": "", "validation_path": None}}, "data.path is empty"),
         (
-            {"data": {"name": "python_stdlib", "cache_dir": "x", "validation_fraction": 0.1}},
+            {"data": {"name": "python_stdlib", "cache_dir": "x", "validation_fraction": 0.1, "tokenizer_bytes": 9999}},
             "model.vocab_size=64: a tokenizer with byte fallback needs at least 400",
         ),
     ],

@@ -1,46 +1,163 @@
 """Run folders are made once, whoever comes at the same time."""
 
+import json
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
+import yaml
 
 from megaasync.checkpoint.run_lock import join_folder, lock_folder
-from megaasync.config import ConfigError
-from megaasync.entry.run_folder import make_run_folder, release_run_folder
+from megaasync.config import ConfigError, TrainConfig, read, validate
+from megaasync.entry import run_folder
+from megaasync.entry.run_folder import claim_run_folder, release_run_folder
+from megaasync.observe import run_files
+from megaasync.observe.run_files import FolderLost, MetricsFile
+from tests.support.configs import plain_config
+
+
+def claim(run_dir, label="x", data=None, **overrides):
+    """The claim of a small run on a folder."""
+    plain = plain_config(run__dir=None if run_dir is None else str(run_dir), checkpoint__interval=5, **overrides)
+    plain["checkpoint"]["resume"] = overrides.get("checkpoint__resume", "auto")
+    return claim_run_folder(validate(read(TrainConfig, plain)), plain, label=label, data=data or {}), plain
+
+
+def begin(folder, rows=3, data=None, **overrides):
+    """A run in a folder that was killed after so many rows, before its first checkpoint."""
+    claimed, plain = claim(folder, data=data, **overrides)
+    (claimed.folder / "config.yaml").write_text(yaml.safe_dump(plain))
+    start = {"kind": "start", "step": 0, "checkpoint": None, "data": data or {}}
+    lines = [start, *({"kind": "train", "step": step + 1, "loss": 1.0} for step in range(rows))]
+    (claimed.folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    claimed.close()
 
 
 def test_ten_runs_in_one_second_get_ten_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with ThreadPoolExecutor(10) as pool:
-        folders = list(pool.map(lambda _: make_run_folder(None, label="x"), range(10)))
-    assert len(set(folders)) == 10
+        claims = list(pool.map(lambda _: claim(None)[0], range(10)))
+    assert len({one.folder for one in claims}) == 10
+    for one in claims:
+        one.close()
 
 
-def test_of_ten_runs_that_want_one_folder_one_gets_it(tmp_path):
-    def claim(_):
+def test_of_ten_runs_that_want_one_folder_one_gets_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "lock_folder", partial(lock_folder, wait=0.3))
+
+    def attempt(_):
         try:
-            return make_run_folder(str(tmp_path / "run"), label="x")
+            return claim(tmp_path / "run")[0]
         except ConfigError as error:
             return str(error)
 
     with ThreadPoolExecutor(10) as pool:
-        results = list(pool.map(claim, range(10)))
-    assert sum(not isinstance(result, str) for result in results) == 1
-    assert sum(isinstance(result, str) and "holds a run already" in result for result in results) == 9
+        results = list(pool.map(attempt, range(10)))
+    won = [result for result in results if not isinstance(result, str)]
+    assert len(won) == 1
+    assert sum(isinstance(result, str) and "works there" in result for result in results) == 9
+    won[0].close()
 
 
 def test_a_claim_is_released_only_if_the_run_never_began(tmp_path):
-    folder = make_run_folder(str(tmp_path / "run"), label="x")
-    release_run_folder(folder)
-    assert not folder.exists()
-    folder = make_run_folder(str(tmp_path / "run"), label="x")
-    (folder / "metrics.jsonl").write_text("{}\n")
-    (folder / "notes.txt").write_text("mine")
-    release_run_folder(folder)
-    assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "notes.txt"}
+    first, _ = claim(tmp_path / "run")
+    first.close()
+    assert not first.folder.exists()
+    begin(tmp_path / "run")
+    (tmp_path / "run/notes.txt").write_text("mine")
+    release_run_folder(tmp_path / "run")
+    assert {"metrics.jsonl", "notes.txt", "config.yaml"} <= {path.name for path in (tmp_path / "run").iterdir()}
     with pytest.raises(ConfigError, match="holds a run already"):
-        make_run_folder(str(folder), label="x")
+        claim(tmp_path / "run", checkpoint__resume="never")
+
+
+@pytest.mark.parametrize("left", ["", "config.yaml"])
+def test_a_claim_that_a_kill_left_behind_is_taken(tmp_path, left):
+    """Killed between claiming the folder and the first row: nothing was lost, and the same command starts."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    if left:
+        (folder / left).write_text("model: {}\n")
+    claimed, _ = claim(folder)
+    assert claimed.resume is None and claimed.folder == folder
+    claimed.close()
+
+
+CHANGES = [
+    {"schedule__name": "1f1b"},
+    {"correction": {"name": "error_feedback"}},
+    {"train__global_batch_size": 4},
+    {"train__lr_schedule": "constant"},
+    {"train__clip_grad_norm": None},
+    {"train__steps": 21},
+    {"train__dtype": "float32"},
+    {"train__document_mask": False, "train__warmup_steps": 5},
+    {"optimizer__lr": 0.5},
+    {"model__init_std": 0.2},
+    {"data__branching": 4},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: next(iter(c)))
+def test_another_run_does_not_take_the_rows_of_one_without_a_checkpoint(tmp_path, change):
+    begin(tmp_path / "run")
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"holds a run already, another one.*begun with") as refused:
+        claim(tmp_path / "run", **change)
+    assert next(iter(change)).split("__")[-1] in str(refused.value) or "warmup" in str(refused.value)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_the_same_run_begins_again_wherever_it_runs(tmp_path):
+    begin(tmp_path / "run")
+    same = {"train__time_limit": 50.0, "logging__interval": 3, "parallel__timeout_seconds": 7.0, "run__max_restarts": 2}
+    claimed, _ = claim(tmp_path / "run", **same)
+    assert claimed.resume is None
+    claimed.close()
+
+
+def test_other_tokens_under_the_same_name_are_another_run(tmp_path):
+    begin(tmp_path / "run", data={"tokenizer": None, "train": "a" * 64, "validation": None})
+    claim(tmp_path / "run", data={"tokenizer": None, "train": "a" * 64, "validation": None})[0].close()
+    with pytest.raises(ConfigError, match="the training tokens are not those of the run in"):
+        claim(tmp_path / "run", data={"tokenizer": None, "train": "b" * 64, "validation": None})
+
+
+def test_a_run_without_checkpoints_is_never_begun_again(tmp_path):
+    begin(tmp_path / "run")
+    plain = plain_config(run__dir=str(tmp_path / "run"), checkpoint__resume="auto")
+    with pytest.raises(ConfigError, match="checkpoint.interval=null makes no checkpoint"):
+        claim_run_folder(validate(read(TrainConfig, plain)), plain, label="x", data={})
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_file_is_no_run_folder(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir=.*file.*: is a file, or lies in one"):
+        claim(tmp_path / name)
+
+
+def test_a_run_notices_that_its_folder_was_moved_or_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_files, "_LOOK_SECONDS", 0.0)
+    for end, words in (("moved", r"renamed to .*/moved while .* run\.dir=.*/moved"), (None, "was removed")):
+        folder = tmp_path / "run"
+        folder.mkdir()
+        metrics = MetricsFile(folder / "metrics.jsonl")
+        metrics.write({"kind": "train", "step": 1})
+        if end:
+            folder.rename(tmp_path / end)
+            folder.mkdir()  # another run takes the name: its folder is left alone
+        else:
+            shutil.rmtree(folder)
+        with pytest.raises(FolderLost, match=words):
+            metrics.write({"kind": "train", "step": 2})
+        metrics.close()
+        if end:
+            assert not list(folder.iterdir())
+            folder.rmdir()
 
 
 def test_a_folder_is_held_by_one_and_by_its_ranks(tmp_path):

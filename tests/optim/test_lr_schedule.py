@@ -2,13 +2,13 @@
 
 import pytest
 
-from megaasync.optim.lr_schedule import lr_multiplier
+from megaasync.optim.lr_schedule import LearningRate, LrShape, lr_multiplier
 from tests.support.configs import small_config
 
 
 def curve(**overrides):
     config = small_config(**{f"train__{k}": v for k, v in overrides.items()}).train
-    return [lr_multiplier(config, k) for k in range(config.steps)]
+    return [lr_multiplier(LrShape.of(config), k) for k in range(config.steps)]
 
 
 def test_warmup_is_linear_and_reaches_the_peak():
@@ -36,3 +36,24 @@ def test_wsd_is_flat_then_linear():
 def test_no_edge_divides_by_zero(kind, warmup, decay, steps):
     values = curve(steps=steps, warmup_steps=warmup, decay_steps=decay, lr_schedule=kind)
     assert all(0 <= v <= 1 for v in values)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd"])
+def test_a_schedule_over_fewer_steps_than_the_run_stays_at_its_end(kind):
+    short = curve(steps=20, warmup_steps=3, lr_schedule=kind)
+    longer = curve(steps=35, warmup_steps=3, lr_schedule=kind, lr_schedule_steps=20)
+    assert longer[:20] == short and longer[20:] == [short[-1]] * 15
+    assert curve(steps=35, warmup_steps=3, lr_schedule=kind)[:20] != short
+
+
+def test_the_peak_is_used_twice_where_warmup_meets_cosine():
+    values = curve(steps=20, warmup_steps=4, lr_schedule="cosine")
+    assert values[3] == values[4] == 1 > values[5]
+
+
+def test_pending_updates_keep_the_rate_of_their_rows():
+    old = LearningRate(LrShape("cosine", 40, 0, 0.1, 0), peak=0.01)
+    new = LearningRate(LrShape("cosine", 80, 0, 0.1, 0), peak=0.02)
+    expected = [old(39), new(40)]
+    new.keep_before(40, old)
+    assert [new(39), new(40)] == expected and old(39) == pytest.approx(0.001)

@@ -132,6 +132,7 @@ _BASE: dict[str, Any] = {
         "eval_interval": None,
         "eval_sequences": 10,
         "lr_schedule": "cosine",
+        "lr_schedule_steps": None,
         "warmup_steps": 4,
         "final_lr_ratio": 0.1,
         "decay_steps": 5,

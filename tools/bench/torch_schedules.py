@@ -27,7 +27,7 @@ from megaasync.nn.loss import cross_entropy_sum
 from megaasync.nn.precision import at_least_float32
 from megaasync.optim.data_parallel import sum_of_squares
 from megaasync.optim.flat_layout import FlatLayout
-from megaasync.optim.lr_schedule import lr_schedule
+from megaasync.optim.lr_schedule import LearningRate, LrShape
 from megaasync.optim.routing import route_parameters
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.gradients import GradientBuffers
@@ -214,7 +214,7 @@ class _Updated:
             layout,
             [parameter.detach() for parameter in parameters.values()],
             dtype=dtype,
-            learning_rate=lr_schedule(config.train, peak=config.optimizer.lr),
+            learning_rate=LearningRate(LrShape.of(config.train), peak=config.optimizer.lr),
         )
         self.versions = WeightVersions(module, layout, num_slots=1)
         self.gradients = GradientBuffers([module], layout, num_buffers=1, dtype=dtype)

@@ -1,0 +1,19 @@
+"""Taking a run folder back to what it was after a step, before the run goes on from there. Needs no torch."""
+
+import json
+from pathlib import Path
+
+from megaasync.checkpoint.folders import remove_leftovers, set_aside_newer
+from megaasync.observe.run_files import read_metrics, write_text
+
+
+def go_back(folder: Path, step: int) -> None:
+    """Make a run folder what it was after a step; newer checkpoints are renamed, not deleted."""
+    root = folder / "checkpoints"
+    remove_leftovers(root)
+    set_aside_newer(root, step)
+    rows = read_metrics(folder / "metrics.jsonl")
+    kept = [row for row in rows if row.get("kind") == "start" or row.get("step", 0) <= step]
+    write_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+    for name in ("summary.json", "report.html", "trace.json"):
+        (folder / name).unlink(missing_ok=True)
