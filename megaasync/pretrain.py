@@ -20,9 +20,10 @@ from megaasync.config.layout import AXES
 from megaasync.data import DataError
 from megaasync.distributed import DeviceError, TransportError
 from megaasync.distributed.environment import RankEnvironment, launched_environment
+from megaasync.entry.file_errors import explain_file_error
 from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, INTERRUPTED_STATUS, fail, run_app
 from megaasync.entry.run_folder import Claim, claim_run_folder
-from megaasync.entry.spawn import Interrupted, RankFailed, explain_file_error, spawn_ranks
+from megaasync.entry.spawn import Interrupted, RankFailed, spawn_ranks
 from megaasync.observe.run_files import copy_whole, read_metrics, write_json, write_text
 from megaasync.pipeline import TrainingError
 
@@ -228,9 +229,6 @@ def pretrain(plain: dict[str, Any]) -> None:
         end(str(error), 1)
     except TransportError as error:
         end(str(error), 1, may_go_well=True)
-    except BrokenPipeError:  # whoever read the output has enough of it, as `head` does
-        sys.stdout = None
-        raise SystemExit(1) from None
     except OSError as error:
         end(explain_file_error(error), CONFIG_ERROR_STATUS)
     except RankFailed as error:

@@ -10,11 +10,11 @@ import sys
 from dataclasses import dataclass
 
 import torch
-import yaml
 
 from bench.muon import compare, matrix_shapes
 from command_line import compose_plain, one_message, read_pairs, wants_help
 from megaasync.config import ConfigError, TrainConfig, read
+from megaasync.entry.text_values import load_yaml
 
 _MATRICES_OF_A_LAYER = 7  # query, key, value, output, gate, up, down
 
@@ -46,7 +46,7 @@ def main() -> None:
     if wants_help(Options, __doc__):
         return
     with one_message():
-        options = read_pairs(Options, sys.argv[1:], parse=lambda key, value: yaml.safe_load(value))
+        options = read_pairs(Options, sys.argv[1:], parse=lambda key, value: load_yaml(value))
         for key in ("rounds", "matrices", "threads"):
             if getattr(options, key) < 1:
                 raise ConfigError(f"{key}={getattr(options, key)}: must be at least 1")

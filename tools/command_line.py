@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -16,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megaasync.config import ConfigError, read
 from megaasync.entry.hydra_app import config_folder, explain
 from megaasync.entry.spawn import Interrupted, RankFailed
+from megaasync.entry.text_values import yaml_mistake
 from megaasync.schedules import ScheduleError
 
 Options = TypeVar("Options")
@@ -96,6 +98,9 @@ def one_message() -> Iterator[None]:
         raise SystemExit(1) from None
     except (ConfigError, ScheduleError) as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except yaml.YAMLError as error:
+        print(f"error: {yaml_mistake(error)}; put quotes around the value", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
         print(f"error: {error.filename or 'a file'}: {error.strerror or error}; look at the path", file=sys.stderr)

@@ -18,13 +18,13 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import torch
-import yaml
 from matplotlib import pyplot
 from torch import Tensor
 
 from command_line import check_output, one_message, read_pairs, wants_help
 from megaasync.config import ConfigError
 from megaasync.config.schema import MuonConfig
+from megaasync.entry.text_values import load_yaml
 from megaasync.observe.run_files import write_text
 from study.problems import Problem, Setting, solve
 
@@ -345,9 +345,7 @@ def read_arguments(arguments: list[str]) -> Theory:
         ConfigError: names key, value and remedy.
     """
     lists = {"delays", "problems", "step_sizes"}
-    theory = read_pairs(
-        Theory, arguments, parse=lambda key, value: yaml.safe_load(f"[{value}]" if key in lists else value)
-    )
+    theory = read_pairs(Theory, arguments, parse=lambda key, value: load_yaml(f"[{value}]" if key in lists else value))
     for name in theory.problems:
         if name not in _PROBLEMS:
             raise ConfigError(f"problems={name}: unknown problem; choose {', '.join(_PROBLEMS)}")

@@ -10,10 +10,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from command_line import check_output, one_message, read_pairs, wants_help
 from megaasync.config import ConfigError, did_you_mean, listed
+from megaasync.entry.text_values import load_yaml
 from megaasync.observe.timeline_png import write_timeline_png
 from megaasync.observe.trace import Timeline, read_chrome_trace
 from megaasync.schedules import (
@@ -72,7 +71,7 @@ def read_arguments(arguments: list[str]) -> Drawing:
         ConfigError: names key, value and remedy.
     """
     texts = ("schedule", "trace", "out")
-    drawing = read_pairs(Drawing, arguments, parse=lambda key, value: value if key in texts else yaml.safe_load(value))
+    drawing = read_pairs(Drawing, arguments, parse=lambda key, value: value if key in texts else load_yaml(value))
     if drawing.schedule not in SCHEDULES:
         near = did_you_mean(drawing.schedule, SCHEDULES)
         raise ConfigError(f"schedule={drawing.schedule}: unknown schedule{near}; choose {listed(SCHEDULES)}")

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from command_line import one_message, read_pairs, wants_help
 from megaasync.config import ConfigError
+from megaasync.entry.text_values import load_yaml
 from megaasync.observe.run_files import write_json, write_text
 
 _OVERRIDES = {  # by the study's names of its modes
@@ -165,7 +164,7 @@ def read_arguments(arguments: Sequence[str]) -> Options:
     options = read_pairs(
         Options,
         list(arguments),
-        parse=lambda key, value: yaml.safe_load(f"[{value}]") if key == "overrides" else yaml.safe_load(value),
+        parse=lambda key, value: load_yaml(f"[{value}]") if key == "overrides" else load_yaml(value),
     )
     for key, least in (("rounds", 1), ("steps", 10)):
         if getattr(options, key) < least:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from megaasync.checkpoint.folders import remove_leftovers, set_aside_newer
-from megaasync.observe.run_files import read_metrics, write_text
+from megaasync.observe.run_files import iterate_metrics, write_lines
 
 
 def go_back(folder: Path, step: int) -> None:
@@ -12,8 +12,8 @@ def go_back(folder: Path, step: int) -> None:
     root = folder / "checkpoints"
     remove_leftovers(root)
     set_aside_newer(root, step)
-    rows = read_metrics(folder / "metrics.jsonl")
-    kept = [row for row in rows if row.get("kind") == "start" or row.get("step", 0) <= step]
-    write_text(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+    rows = iterate_metrics(folder / "metrics.jsonl")
+    kept = (row for row in rows if row.get("kind") == "start" or row.get("step", 0) <= step)
+    write_lines(folder / "metrics.jsonl", (json.dumps(row) + "\n" for row in kept))
     for name in ("summary.json", "report.html", "trace.json"):
         (folder / name).unlink(missing_ok=True)

@@ -26,7 +26,8 @@ def listed(choices: Iterable[Any]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
 
 
-def _is_union(annotation: Any) -> bool:
+def is_union(annotation: Any) -> bool:
+    """Whether a type is written with `|`, `Union` or `Optional`."""
     return get_origin(annotation) in (Union, types.UnionType)
 
 
@@ -53,13 +54,16 @@ def _read_scalar(annotation: type, value: Any, key: str) -> Any:
             return _read_scalar(float, number, key)
     if annotation is int and type(value) is float and value.is_integer():
         return int(value)  # 1e3 is a whole number
+    if annotation is str and type(value) is int:
+        return str(value)  # text of digits
     if annotation is float and type(value) is float and not math.isfinite(value):
         raise ConfigError(f"{key}={value}: expected a finite number")
     if type(value) is annotation:
         return value
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     got = "null" if value is None else f"{value!r}"
-    raise ConfigError(f"{key}={got}: expected {words[annotation]}")
+    remedy = f"; put quotes around it, as in '{key}=\"{value}\"'" if annotation is str and value is not None else ""
+    raise ConfigError(f"{key}={got}: expected {words[annotation]}{remedy}")
 
 
 def _read_value(annotation: Any, value: Any, key: str) -> Any:
@@ -67,7 +71,7 @@ def _read_value(annotation: Any, value: Any, key: str) -> Any:
         if value is None:
             return None
         raise ConfigError(f"{key}={value!r}: expected null")
-    if _is_union(annotation):
+    if is_union(annotation):
         options = get_args(annotation)
         if value is None and type(None) in options:
             return None
@@ -139,7 +143,7 @@ def dotted_keys(cls: type, key: str = "") -> list[str]:
     for name, hint in get_type_hints(cls).items():
         full = f"{key}.{name}" if key else name
         keys.append(full)
-        options = get_args(hint) if _is_union(hint) else (hint,)
+        options = get_args(hint) if is_union(hint) else (hint,)
         for option in options:
             if is_dataclass(option):
                 keys += dotted_keys(option, full)

@@ -538,7 +538,7 @@ class SlurmCluster:
         tasks_per_node: ranks on each node; null takes gpus_per_node.
         cpus_per_task: cores of each rank; null leaves that to the cluster.
         partition, account, qos, constraint, exclude, reservation: as sbatch's; null leaves them out.
-        time: as sbatch's, as in 24:00:00; null is the partition's.
+        time: in any form that sbatch takes, as 90 (minutes), 24:00:00 or 2-12 (days-hours); null is the partition's.
         signal_seconds: before the time limit, when the ranks are told to save and the job is queued again.
         requeue: queue the job again at its time limit and when a node fails; it goes on from its last checkpoint.
         container_image: an image to run in; null for none.
@@ -566,13 +566,13 @@ class SlurmCluster:
     constraint: str | None
     exclude: str | None
     reservation: str | None
-    time: str | int | None
+    time: str | None
     signal_seconds: int
     requeue: bool
     container_image: str | None
     container_runtime: Literal["pyxis", "apptainer"]
     mounts: tuple[str, ...]
-    env: dict[str, str | int | float]
+    env: dict[str, str]
     setup: tuple[str, ...]
     extra_sbatch: tuple[str, ...]
     python: str | None
@@ -605,7 +605,7 @@ class DockerCluster:
     network_gbytes: float | None
     container_image: str
     mounts: tuple[str, ...]
-    env: dict[str, str | int | float]
+    env: dict[str, str]
     submit: bool
 
     @property

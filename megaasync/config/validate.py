@@ -353,12 +353,7 @@ def _check_slurm(config: TrainConfig, cluster: SlurmCluster) -> None:
     for name in ("tasks_per_node", "cpus_per_task"):
         _at_least(f"cluster.{name}", getattr(cluster, name), 1)
     _at_least("cluster.signal_seconds", cluster.signal_seconds, 1)
-    if cluster.time is not None and not re.fullmatch(r"\d+|\d+:\d+|(\d+-)?\d+(:\d+){0,2}", str(cluster.time)):
-        raise ConfigError(
-            f"cluster.time={cluster.time}: cannot be read; give minutes, hours:minutes:seconds or "
-            "days-hours:minutes:seconds, in quotes, as in 'cluster.time=\"24:00:00\"'"
-        )
-    limit = None if cluster.time is None else _seconds(str(cluster.time))
+    limit = None if cluster.time is None else _limit_of(cluster.time)
     if limit is not None and cluster.signal_seconds > limit / 2:
         raise ConfigError(
             f"cluster.signal_seconds={cluster.signal_seconds}: comes before training does at cluster.time="
@@ -372,6 +367,35 @@ def _check_slurm(config: TrainConfig, cluster: SlurmCluster) -> None:
     for line in cluster.extra_sbatch:
         if not re.fullmatch(r"--?[A-Za-z][^\n]*", line):
             raise ConfigError(f"cluster.extra_sbatch: {line!r} is no option of sbatch; give one as in --gres=gpu:8")
+
+
+_TIME = re.compile(r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}")
+_MOST_MINUTES = (
+    7 * 24 * 60
+)  # in a bare number; more is a mistake of units, or of a YAML reader that made a number of it
+
+
+def _limit_of(time: str) -> int | None:
+    """Seconds of a time limit as sbatch reads it; None for no limit.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if time.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    forms = (
+        "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds"
+    )
+    if not _TIME.fullmatch(time):
+        raise ConfigError(f"cluster.time={time}: cannot be read; give {forms}, as in cluster.time=24:00:00")
+    if time.isdecimal() and int(time) > _MOST_MINUTES:
+        days, hours = int(time) // 1440, int(time) % 1440 // 60
+        raise ConfigError(
+            f"cluster.time={time}: a bare number is minutes, and these are {int(time) / 1440:.0f} days; if you mean "
+            f"that write {days}-{hours:02}:00:00, if you mean seconds write {int(time) // 3600}:"
+            f"{int(time) % 3600 // 60:02}:{int(time) % 60:02}"
+        )
+    return _seconds(time)
 
 
 def _seconds(time: str) -> int:

@@ -9,17 +9,20 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megaasync.config import ConfigError, TrainConfig, did_you_mean, dotted_keys, listed
+from megaasync.entry.console import tolerate_console
+from megaasync.entry.text_values import quoted_override, read_text_as_written, yaml_mistake
 
 CONFIG_ERROR_STATUS = 2
 INTERRUPTED_STATUS = 130
@@ -44,6 +47,13 @@ def _groups() -> dict[str, list[str]]:
 SHOW_KEYS = "python -m megaasync.pretrain --cfg job shows all keys"
 
 
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def explain(error: BaseException, *, show_keys: str = SHOW_KEYS) -> str:
     """One message for a Hydra or OmegaConf error: key, value, remedy.
 
@@ -52,6 +62,8 @@ def explain(error: BaseException, *, show_keys: str = SHOW_KEYS) -> str:
         show_keys: what tells of an unknown key's neighbours.
     """
     text = str(error)
+    if (mistake := next((one for one in _chain(error) if isinstance(one, yaml.YAMLError)), None)) is not None:
+        return yaml_mistake(mistake)
     if match := re.search(r"Could not find '([\w/]+)/([^'\n]*)'", text):
         group, choice = match.groups()
         choices = _groups().get(group, [])
@@ -130,6 +142,7 @@ def run_app(task: Callable[[dict[str, Any]], None]) -> None:
     Raises:
         SystemExit: status 2 for a wrong config, or what the task decides.
     """
+    tolerate_console()
     failed: list[tuple[str, int]] = []
     interrupts: list[int] = []
 
@@ -169,6 +182,8 @@ def run_app(task: Callable[[dict[str, Any]], None]) -> None:
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _SWEEPS)
     # Without this Hydra prints its own message and a stack trace hint; with it we get the exception.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    read_text_as_written()
+    sys.argv[1:] = [quoted_override(argument) for argument in sys.argv[1:]]
     app = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="pretrain")(job)
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):

@@ -31,7 +31,7 @@ def _existing_folder(wanted: str) -> Path:
         raise ConfigError(f"run.dir={wanted}: is a file, or lies in one; choose another folder") from None
     except OSError as error:
         raise ConfigError(
-            f"run.dir={wanted}: cannot be made ({error.strerror}); choose a folder you may write to"
+            f"run.dir={wanted}: cannot be written ({error.strerror}); choose a folder you may write to"
         ) from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"run.dir={wanted}: cannot be written (Permission denied); choose a folder you may write to")

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -20,7 +21,10 @@ from megaasync.config import ConfigError
 from megaasync.data import DataError
 from megaasync.distributed import TransportError
 from megaasync.distributed.action_board import Watch, make_board
-from megaasync.distributed.environment import RankEnvironment
+from megaasync.distributed.environment import RankEnvironment, meet_on_this_host
+from megaasync.entry.console import tolerate_console
+from megaasync.entry.file_errors import explain_file_error
+from megaasync.entry.private_folder import private_folder
 from megaasync.pipeline import TrainingError
 from megaasync.schedules import ScheduleError
 
@@ -31,11 +35,6 @@ _PRELOAD = "megaasync.train.worker"
 _PR_SET_PDEATHSIG = 1
 _LOST = ("Connection closed by peer", "Connection reset by peer")
 _STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
-
-
-def explain_file_error(error: OSError) -> str:
-    """One line about a file that could not be read or written."""
-    return f"{error.filename or 'a file'}: {error.strerror or error}; make room or choose another folder (run.dir)"
 
 
 class RankFailed(RuntimeError):
@@ -70,8 +69,10 @@ class _Ended:
     is_vague: bool = False  # it waited for others, but cannot say for which one
 
 
-def _die_with_the_launcher() -> None:
+def _die_with_the_launcher(meeting: Path) -> None:
     """End this process when the launcher or the fork server ends, however they end.
+
+    A launcher that was killed leaves its private folder, in which `meeting` is: the ranks remove it.
 
     The kernel's signal covers the fork server, which is this process's parent; the launcher is watched by a thread,
     because the fork server outlives it while it has children.
@@ -81,6 +82,7 @@ def _die_with_the_launcher() -> None:
 
     def watch() -> None:
         wait([sentinel])
+        shutil.rmtree(meeting.parent, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="launcher watch").start()
@@ -93,7 +95,9 @@ def _rank_main(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # The fork server blocks them. Those that only ask for a checkpoint wait until the rank can heed them.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING - {signal.SIGUSR1, signal.SIGUSR2})
-    _die_with_the_launcher()
+    _die_with_the_launcher(environment.board.parent)
+    tolerate_console()
+    meet_on_this_host()
     try:
         ended = _Ended(value=target(environment, *args))
     except BaseException as error:
@@ -138,8 +142,13 @@ def _start_fork_server() -> ForkServerContext:
     context = get_context("forkserver")
     context.set_forkserver_preload([_PRELOAD])
     resource_tracker.ensure_running()
-    with _held_back():
-        forkserver.ensure_running()
+    usual = tempfile.tempdir
+    tempfile.tempdir = str(private_folder())  # where its sockets go
+    try:
+        with _held_back():
+            forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = usual
     return context
 
 
@@ -176,7 +185,7 @@ def spawn_ranks(
         if not all_started:
             raise Interrupted("interrupted")
 
-    with tempfile.TemporaryDirectory(prefix="megaasync-") as meeting:
+    with tempfile.TemporaryDirectory(dir=private_folder()) as meeting:
         processes, connections = [], []
         # whoever ignores a signal, as nohup does, goes on ignoring it
         heeded = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]

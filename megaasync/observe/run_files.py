@@ -3,7 +3,9 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -41,8 +43,16 @@ def copy_whole(source: Path, path: Path) -> None:
 
 def write_text(path: Path, content: str) -> None:
     """Write a text file aside and rename it."""
+    write_lines(path, [content])
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write a text file line by line aside and rename it; it keeps the mode of the file that it replaces."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(content)
+    with aside.open("w") as file:
+        file.writelines(lines)
+    with suppress(FileNotFoundError):
+        aside.chmod(stat.S_IMODE(path.stat().st_mode))
     aside.rename(path)
 
 
@@ -104,14 +114,36 @@ class MetricsFile:
         self._file.close()
 
 
+def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete rows of a metrics.jsonl, one at a time; none if it is not there."""
+    if not path.exists():
+        return
+    with path.open() as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the last line of a run that was killed
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All complete rows of a metrics.jsonl; none if it is not there."""
-    rows: list[dict[str, Any]] = []
-    if not path.exists():
-        return rows
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # the last line of a run that was killed
-    return rows
+    return list(iterate_metrics(path))
+
+
+def thinned_metrics(path: Path, *, most: int) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, of the train rows every n-th only: at most `most` of them, and the last.
+
+    A run of a million steps has a gigabyte of rows; what draws them has no use for more than can be seen.
+    """
+    total = sum(row.get("kind") == "train" for row in iterate_metrics(path))
+    every = max(-(-total // most), 1)
+    kept, number = [], 0
+    for row in iterate_metrics(path):
+        if row.get("kind") != "train":
+            kept.append(row)
+            continue
+        number += 1
+        if number % every == 1 % every or number == total:
+            kept.append(row)
+    return kept

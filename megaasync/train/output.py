@@ -15,7 +15,14 @@ from megaasync.data.identity import Identity
 from megaasync.models.flops import utilisation
 from megaasync.observe.progress import Progress
 from megaasync.observe.report import metric_curves, render_facts, render_page, show
-from megaasync.observe.run_files import FolderLost, MetricsFile, read_metrics, write_json, write_text
+from megaasync.observe.run_files import (
+    FolderLost,
+    MetricsFile,
+    iterate_metrics,
+    thinned_metrics,
+    write_json,
+    write_text,
+)
 from megaasync.observe.spikes import SpikeWatch
 from megaasync.observe.trace import Timeline, write_chrome_trace
 from megaasync.observe.tracker import WandbTracker
@@ -24,12 +31,15 @@ from megaasync.train.plan import main_schedule, make_plan, render_plan
 from megaasync.train.trainer import TrainOutcome
 
 _STEPS_DRAWN = 3
+_ROWS_DRAWN = 5000
 
 
 class RunOutput:
     """Observes a run on rank 0 and writes its folder; a context manager."""
 
-    def __init__(self, config: TrainConfig, folder: Path, run_config: Mapping[str, Any], *, data: Identity) -> None:
+    def __init__(
+        self, config: TrainConfig, folder: Path, run_config: Mapping[str, Any], *, data: Identity | None = None
+    ) -> None:
         """The outputs of a run.
 
         Args:
@@ -47,7 +57,7 @@ class RunOutput:
         self._began = perf_counter()
         self._has_begun = False
         self._spikes = SpikeWatch(config.logging.spike_threshold)
-        for row in read_metrics(folder / "metrics.jsonl"):  # of the run that goes on
+        for row in iterate_metrics(folder / "metrics.jsonl"):  # of the run that goes on
             if row["kind"] == "train":
                 self._spikes.look(float(row["loss"]))  # "nan" is written as text
 
@@ -71,7 +81,7 @@ class RunOutput:
                 "layout": self._plan["layout"],
                 "clip": self._plan["clip"],
                 "kernels": kernels,
-                "data": dict(self._data),
+                "data": dict(self._data or {}),
             }
         )
         self._progress.__enter__()
@@ -125,7 +135,7 @@ class RunOutput:
         summary = self._summary(outcome)
         if self._config.logging.trace:
             write_chrome_trace(outcome.timeline, self._folder / "trace.json")
-        rows = read_metrics(self._folder / "metrics.jsonl")
+        rows = thinned_metrics(self._folder / "metrics.jsonl", most=_ROWS_DRAWN)
         write_text(self._folder / "report.html", self._report(summary, rows, outcome.timeline))
         write_json(self._folder / "summary.json", summary)
         if outcome.is_to_go_on and outcome.status == "interrupted":  # there is progress on disk to go on from

@@ -109,8 +109,8 @@ def files(tmp_path):
 
 FILE_ERRORS = [
     (["data=hf", "data.path=nobody/nothing"], ["data.path=nobody/nothing", "cannot read it", "check the name"]),
-    (["data=hf", "data.path={tmp}/cut.jsonl"], ["cut.jsonl", "cannot read it", "check the file"]),
-    (["data=hf", "data.path={tmp}/nested.jsonl"], ["data.text_field=text", "row 0", "holds dict, not text"]),
+    (["data=hf", "data.path={tmp}/cut.jsonl"], ["cut.jsonl, line 1, column 17", "is not JSON", "check the file"]),
+    (["data=hf", "data.path={tmp}/nested.jsonl"], ["data.text_field=text", "line 1", "holds dict, not text"]),
     (["data=indexed", "data.path=/nowhere/tokens"], ["data.path=/nowhere/tokens", "does not exist", ".bin and .idx"]),
     (["data=hf", "data.path=/nowhere/x.txt"], ["data.path=/nowhere/x.txt", "no such file"]),
     (["data=hf", "data.path={tmp}/empty.txt"], ["data.path=", "empty.txt", "the file is empty"]),

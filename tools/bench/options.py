@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from bench.case import TORCH_SCHEDULES
 from command_line import check_output, read_pairs
 from megaasync.config import ConfigError
+from megaasync.entry.text_values import load_yaml
 from megaasync.schedules import SCHEDULES
 
 
@@ -62,7 +61,7 @@ def read_arguments(arguments: list[str]) -> Bench:
 
     def parse(key: str, value: str) -> Any:
         is_list = key in listed or (key == "schedules" and value != "all")
-        return yaml.safe_load(f"[{value}]" if is_list else value)
+        return load_yaml(f"[{value}]" if is_list else value)
 
     bench = read_pairs(Bench, arguments, parse=parse)
     known = {**SCHEDULES, **TORCH_SCHEDULES}

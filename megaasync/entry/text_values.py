@@ -1,0 +1,173 @@
+"""Text stays text: YAML and Hydra guess types, and 24:00:00 is 86400, 0123 is 83 and 1.10 is 1.1 to them.
+
+Which keys hold text follows from the schema. In YAML files such values are read as they are written; on the command
+line they are quoted before Hydra sees them. Numbers that YAML 1.1 reads in base 8 or 60 are refused elsewhere.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ValueType
+from hydra.errors import HydraException
+from omegaconf import _utils as omegaconf_yaml  # its loader has no public hook
+
+from megaasync.cluster.script import hydra_quoted
+from megaasync.config import TrainConfig
+from megaasync.config.read import is_union
+
+_NULLS = frozenset({"", "~", "null", "Null", "NULL"})
+_ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+_TEXT = "tag:yaml.org,2002:str"
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """The members of a union but None; else the hint itself."""
+    members = get_args(hint) if is_union(hint) else (hint,)
+    return tuple(one for one in members if one is not type(None))
+
+
+def _holds_text(hint: Any) -> bool:
+    """Whether a field is text, a list of texts, or texts by name."""
+    parts = _parts(hint)
+    return bool(parts) and all(
+        part is str or (get_origin(part) in (tuple, dict) and get_args(part) in ((str, ...), (str, str)))
+        for part in parts
+    )
+
+
+def _leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, type) of every field that is no group, of all choices."""
+    for name, hint in get_type_hints(cls).items():
+        groups = [part for part in _parts(hint) if is_dataclass(part)]
+        for group in groups:
+            yield from _leaves(group, f"{prefix}{name}.")
+        if not groups:
+            yield f"{prefix}{name}", hint
+
+
+@cache
+def text_keys() -> frozenset[str]:
+    """Dotted keys whose values are text; `cluster.env` stands for every key below it."""
+    leaves = list(_leaves(TrainConfig))
+    others = {key for key, hint in leaves if not _holds_text(hint)}
+    return frozenset(key for key, hint in leaves if _holds_text(hint)) - others
+
+
+@cache
+def _text_names() -> frozenset[str]:
+    """Last parts of the keys that hold text wherever they stand, for files that do not say which group they are of."""
+    others = {key.rpartition(".")[2] for key, _ in _leaves(TrainConfig) if key not in text_keys()}
+    return frozenset(key.rpartition(".")[2] for key in text_keys()) - others
+
+
+def _as_written(node: yaml.Node) -> None:
+    """Make every plain scalar at or below a node text, but null."""
+    if isinstance(node, yaml.ScalarNode):
+        if not (node.style is None and node.value in _NULLS):
+            node.tag = _TEXT
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _as_written(item)
+    elif isinstance(node, yaml.MappingNode):
+        for _, value in node.value:
+            _as_written(value)
+
+
+def _is_odd_number(node: yaml.Node) -> bool:
+    """Whether YAML reads digits in another base than they seem to have; 089 and the like are text to it."""
+    is_plain = isinstance(node, yaml.ScalarNode) and node.style is None and node.tag != _TEXT
+    return is_plain and _ODD_NUMBER.fullmatch(node.value) is not None
+
+
+def _prepare(node: yaml.Node) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value in _text_names():
+                _as_written(value)
+            else:
+                _prepare(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _prepare(item)
+    elif _is_odd_number(node):
+        raise yaml.constructor.ConstructorError(
+            None,
+            None,
+            f"{node.value} is not what it seems: YAML reads it in base {60 if ':' in node.value else 8}; write a "
+            "plain number, or quotes around text",
+            node.start_mark,
+        )
+
+
+def _make_loader() -> type[yaml.SafeLoader]:
+    class TextLoader(_original_loader()):
+        """OmegaConf's loader, with text as it is written."""
+
+        def get_single_data(self) -> Any:
+            node = self.get_single_node()
+            if node is None:
+                return None
+            _prepare(node)
+            return self.construct_document(node)
+
+    return TextLoader
+
+
+_original_loader = omegaconf_yaml.get_yaml_loader
+
+
+def read_text_as_written() -> None:
+    """From now on, YAML files that Hydra composes keep text as it is written; in the process of a command line."""
+    omegaconf_yaml.get_yaml_loader = _make_loader
+
+
+def load_yaml(text: str) -> Any:
+    """A YAML text, read as Hydra's files are.
+
+    Raises:
+        yaml.YAMLError: it is none.
+    """
+    return yaml.load(text, Loader=_make_loader())
+
+
+def _is_text_key(key: str) -> bool:
+    return key in text_keys() or key.rpartition(".")[0] == "cluster.env"
+
+
+def quoted_override(argument: str) -> str:
+    """An argument of the command line, quoted if its key holds text and Hydra would take the value for a number.
+
+    Args:
+        argument: as typed.
+
+    Example:
+        >>> quoted_override("+cluster.env.OMP_PLACES=0123e1")
+        '+cluster.env.OMP_PLACES="0123e1"'
+    """
+    key, equals, value = argument.partition("=")
+    if not equals or not _is_text_key(key.lstrip("+")):
+        return argument
+    if value.startswith("~"):  # a home folder, which Hydra's grammar does not know
+        return f"{key}={hydra_quoted(value)}"
+    try:
+        override = OverridesParser.create().parse_override(argument)
+        parsed = override.value() if override.value_type is ValueType.ELEMENT else None
+    except HydraException:
+        return argument  # Hydra says what is wrong with it
+    return f"{key}={hydra_quoted(value.strip())}" if isinstance(parsed, bool | int | float) else argument
+
+
+def yaml_mistake(error: yaml.YAMLError) -> str:
+    """Where and what a mistake in a YAML file is.
+
+    Args:
+        error: of PyYAML, with or without a place.
+    """
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return problem if mark is None else f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: {problem}"
