@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megaasync.checkpoint import folders
 from megaasync.checkpoint.stage_state import Entries, bytes_of, copied
+from megaasync.checkpoint.storage import PICKLED, TENSORS
 from megaasync.checkpoint.transfer import write
 from megaasync.distributed.agreement import gathered
 from megaasync.observe.run_files import write_json
@@ -177,7 +178,7 @@ class CheckpointKeeper:
                 meta["ranks"] = [one for _, one, _ in parts]
                 write_json(aside / folders.META, meta)
                 all_sums = {name: crc for found, _, _ in parts for name, crc in found.items()}
-                for name in (folders.META, ".metadata"):
+                for name in (folders.META, TENSORS, PICKLED):
                     all_sums[name] = folders.checksum(aside / name)
                 folders.finish(aside, self.root / folders.folder_name(step), all_sums)
             except OSError as error:

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megaasync.checkpoint.stage_state import Entries
+from megaasync.checkpoint.storage import JsonReader, JsonWriter, read_metadata
 from megaasync.config.schema import ConfigError
 
 
@@ -47,7 +48,7 @@ def write(entries: Entries, folder: Path, *, group: dist.ProcessGroup | None) ->
     Raises:
         Exception: on every rank, if any rank could not write.
     """
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=True)
+    writer = JsonWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=True)
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a single process saves without a group, on purpose
@@ -56,11 +57,8 @@ def write(entries: Entries, folder: Path, *, group: dist.ProcessGroup | None) ->
 
 def tensors_in(folder: Path) -> dict[str, tuple[int, ...]]:
     """Global shapes of the tensors of a checkpoint, by name."""
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    return {
-        name: tuple(one.size) for name, one in metadata.state_dict_metadata.items()
-        if isinstance(one, TensorStorageMetadata)
-    }  # fmt: skip
+    metadata = read_metadata(folder)
+    return {name: tuple(one.size) for name, one in metadata.state_dict_metadata.items()}
 
 
 def load(entries: Entries, folder: Path, *, group: dist.ProcessGroup | None) -> None:
@@ -81,7 +79,7 @@ def load(entries: Entries, folder: Path, *, group: dist.ProcessGroup | None) -> 
     state: dict[str, Any] = dict(entries)
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-    reader = dcp.FileSystemReader(folder)
+    reader = JsonReader(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
