@@ -96,8 +96,9 @@ def _launch(runs: list[_Wanted], *, wish: str | None) -> None:
     """Write the job of all runs, and start it."""
     first = runs[0].config
     planner = importlib.import_module("megaasync.train.plan")
+    plan_text = importlib.import_module("megaasync.train.plan_text")
     if first.dry_run:
-        print(planner.render_plan(planner.make_plan(first)))
+        print(plan_text.summarise_plan(planner.make_plan(first)))
         return
     others = [one for one in runs[1:] if one.config.cluster != first.cluster]
     if others:
@@ -107,7 +108,7 @@ def _launch(runs: list[_Wanted], *, wish: str | None) -> None:
     package = Path(__file__).parent
     record = environment_record(package) | {"code_hash": code_hash(package)}
     plans = [planner.make_plan(one.config) for one in runs]
-    print(planner.render_plan(plans[0]))
+    print(plan_text.summarise_plan(plans[0]))
     for wanted, folder, plan in zip(runs, folders, plans, strict=True):
         _write_run(wanted, folder, record, plan)
     pieces = tuple(JobRun(folder, one.overrides) for one, folder in zip(runs, folders, strict=True))

@@ -73,10 +73,14 @@ def _print_plan(config: TrainConfig) -> None:
     """Print the plan and write it as plan.json, into the run folder if the config names one."""
     planner = importlib.import_module("megaasync.train.plan")
     plan = planner.make_plan(config)
-    print(planner.render_plan(plan))
+    print(importlib.import_module("megaasync.train.plan_text").summarise_plan(plan))
     folder = Path(config.run.dir).expanduser() if config.run.dir else Path()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "plan.json", plan)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "plan.json", plan)
+    except OSError as error:  # the plan is on the screen
+        print(f"plan.json was not written: {explain_file_error(error)}")
+        return
     print(f"plan: {folder / 'plan.json'}")
 
 

@@ -159,6 +159,35 @@ class _GroupedLinear(torch.autograd.Function):
         return x_grad, left, None, None
 
 
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, weight_VD: Tensor) -> Tensor:  # noqa: ANN001 - torch's
+        ctx.save_for_backward(rows)
+        ctx.weight = weight_VD
+        return F.embedding(rows, weight_VD)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, Tensor | None]:  # noqa: ANN001 - torch's
+        (rows,), weight_VD = ctx.saved_tensors, ctx.weight
+        # a frequent token has thousands of summands in a microbatch, of which a bfloat16 sum keeps the first 256
+        exact = grad if grad.dtype is torch.float64 else grad.float()
+        main = getattr(weight_VD, "main_grad", None)
+        if main is not None and not grad.is_cuda:
+            main.index_add_(0, rows.reshape(-1), exact.reshape(-1, grad.shape[-1]).to(main.dtype))
+            return None, None
+        # on a GPU index_add_ adds in any order; this sorts first, so that a run can be repeated bit for bit
+        total_VD = torch.ops.aten.embedding_dense_backward(exact, rows, len(weight_VD), -1, False)
+        if main is None:
+            return None, total_VD.to(weight_VD.dtype)
+        main.add_(total_VD)
+        return None, None
+
+
+def embedding(rows: Tensor, weight_VD: Tensor) -> Tensor:
+    """Rows of a table by number: [...] int64 to [..., D]; its gradient is summed in at least float32."""
+    return _Embedding.apply(rows, weight_VD)
+
+
 def linear(x: Tensor, weight_OI: Tensor, queue: WeightGradientQueue | None = None) -> Tensor:
     """x W^T; [..., I] to [..., O]."""
     return _Linear.apply(x, weight_OI, queue)

@@ -2,10 +2,9 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megaasync.config.layout import local_range
-from megaasync.kernels.weight_gradients import WeightGradientQueue, linear
+from megaasync.kernels.weight_gradients import WeightGradientQueue, embedding, linear
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 
 
@@ -51,8 +50,8 @@ class Embedding(nn.Module):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """[B, S] int64 to [B, S, D], or S / size under sequence parallelism."""
         if self._tensor.size == 1:
-            return F.embedding(tokens_BS, self.weight)
+            return embedding(tokens_BS, self.weight)
         rows_BS = tokens_BS - self._rows.start
         elsewhere_BS = (rows_BS < 0) | (rows_BS >= len(self._rows))
-        x_BSD = F.embedding(rows_BS.masked_fill(elsewhere_BS, 0), self.weight)
+        x_BSD = embedding(rows_BS.masked_fill(elsewhere_BS, 0), self.weight)
         return self._tensor.leave(x_BSD.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0))

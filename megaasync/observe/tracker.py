@@ -3,7 +3,6 @@
 import queue
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,17 @@ class WandbTracker:
     def log(self, row: Mapping[str, Any]) -> None:
         """Queue a row; dropped if the tracker has failed or is too far behind."""
         if self.problem is None:
-            with suppress(queue.Full):
+            try:
                 self._rows.put_nowait(dict(row))
+            except queue.Full:
+                self.problem = f"is {_QUEUE:,} rows behind, so it gets no more of them"
 
     def close(self) -> None:
         """Let the tracker finish, but not for long."""
         try:
             self._rows.put_nowait(None)
         except queue.Full:
+            self.problem = self.problem or f"is {_QUEUE:,} rows behind; the last ones are missing there"
             return
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():

@@ -1,8 +1,8 @@
 """Rules that take each element by itself: sgd, adamw, nadam, lion, adan. t counts absorbed gradients from 1."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
@@ -64,6 +64,24 @@ class AdamW:
         return moved
 
 
+class _RunningProduct:
+    """f(1) ... f(n), one factor at a time as n grows; from the start again when it does not, as after a resume."""
+
+    __slots__ = ("_count", "_value")
+
+    def __init__(self) -> None:
+        self._count, self._value = 0, 1.0
+
+    def up_to(self, count: int, factor: Callable[[int], float]) -> float:
+        """The product of the first `count` factors."""
+        if count < self._count:
+            self._count, self._value = 0, 1.0
+        while self._count < count:
+            self._count += 1
+            self._value *= factor(self._count)
+        return self._value
+
+
 @dataclass(frozen=True, slots=True)
 class NAdam:
     """NAdam (Dozat 2016) as torch has it: AdamW whose momentum looks one step ahead.
@@ -75,20 +93,19 @@ class NAdam:
     betas: tuple[float, float]
     eps: float
     momentum_decay: float
+    _product: _RunningProduct = field(default_factory=_RunningProduct, compare=False, repr=False)
 
     def init(self, like: Tensor) -> State:
         """First and second moments."""
         return {"m": torch.zeros_like(like), "v": torch.zeros_like(like)}
 
-    def _momenta(self, count: int) -> tuple[float, float, float]:
-        """mu_t, mu_{t+1}, M_t."""
-        mu = self.betas[0] * (1 - 0.5 * 0.96 ** (np.arange(1, count + 2) * self.momentum_decay))
-        return float(mu[-2]), float(mu[-1]), float(np.prod(mu[:-1]))
+    def _mu(self, count: int) -> float:
+        return self.betas[0] * (1 - 0.5 * 0.96 ** (count * self.momentum_decay))
 
     def direction(self, grad: Tensor, state: State, *, count: int) -> Tensor:
         """Bias-corrected look-ahead direction."""
         beta1, beta2 = self.betas
-        mu, mu_next, product = self._momenta(count)
+        mu, mu_next, product = self._mu(count), self._mu(count + 1), self._product.up_to(count, self._mu)
         state["m"].lerp_(grad, 1 - beta1)
         state["v"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         denominator = (state["v"] / (1 - beta2**count)).sqrt_().add_(self.eps)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,7 +28,8 @@ from megaasync.observe.spikes import SpikeWatch
 from megaasync.observe.trace import Timeline, write_chrome_trace
 from megaasync.observe.tracker import WandbTracker
 from megaasync.schedules import render_svg, simulate
-from megaasync.train.plan import main_schedule, make_plan, render_plan
+from megaasync.train.plan import main_schedule, make_plan
+from megaasync.train.plan_text import render_plan, summarise_plan
 from megaasync.train.trainer import TrainOutcome
 
 _STEPS_DRAWN = 3
@@ -38,7 +40,13 @@ class RunOutput:
     """Observes a run on rank 0 and writes its folder; a context manager."""
 
     def __init__(
-        self, config: TrainConfig, folder: Path, run_config: Mapping[str, Any], *, data: Identity | None = None
+        self,
+        config: TrainConfig,
+        folder: Path,
+        run_config: Mapping[str, Any],
+        *,
+        data: Identity | None = None,
+        began: float | None = None,
     ) -> None:
         """The outputs of a run.
 
@@ -46,6 +54,7 @@ class RunOutput:
             config, run_config: read, and as a plain dict.
             folder: the run folder.
             data: hashes of tokenizer and tokens.
+            began: `perf_counter` when the run was started on this host; None for now.
         """
         self._config, self._folder, self._data = config, folder, data
         self._plan = make_plan(config)
@@ -54,8 +63,8 @@ class RunOutput:
         wandb = config.logging.wandb
         is_tracked = wandb.mode != "disabled"
         self._tracker = WandbTracker(wandb, folder=folder, run_config=run_config) if is_tracked else None
-        self._began = perf_counter()
-        self._has_begun = False
+        self._began = perf_counter() if began is None else began
+        self._startup_seconds, self._has_begun, self._is_tracker_lost = 0.0, False, False
         self._spikes = SpikeWatch(config.logging.spike_threshold)
         for row in iterate_metrics(folder / "metrics.jsonl"):  # of the run that goes on
             if row["kind"] == "train":
@@ -70,12 +79,14 @@ class RunOutput:
 
     def begin(self, *, has_validation: bool, step: int, checkpoint: Path | None, kernels: str) -> None:
         """Training is about to begin, from `step` on: everything that a wrong config or file can stop is passed."""
+        self._startup_seconds = perf_counter() - self._began
         write_json(self._folder / "plan.json", self._plan)
         (self._folder / REQUEUE).unlink(missing_ok=True)
         self._metrics.write(
             {
                 "kind": "start",
                 "step": step,
+                "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
                 "checkpoint": None if checkpoint is None else str(checkpoint),
                 "checkpoint_crc32": None if checkpoint is None else mark_of(checkpoint),
                 "layout": self._plan["layout"],
@@ -85,7 +96,7 @@ class RunOutput:
             }
         )
         self._progress.__enter__()
-        self._progress.say(render_plan(self._plan))
+        self._progress.say(summarise_plan(self._plan))
         if kernels != "torch":
             self._progress.say(f"kernels    {kernels}")
         if checkpoint is not None:
@@ -104,7 +115,7 @@ class RunOutput:
             self._metrics.close()
         if self._tracker is not None:
             self._tracker.close()
-            if self._tracker.problem:
+            if self._tracker.problem and not self._is_tracker_lost:
                 print(f"wandb: {self._tracker.problem}; metrics.jsonl has every row", flush=True)
         if error is not None and self._has_begun and not isinstance(error, FolderLost):
             with suppress(OSError):  # the error may be that nothing can be written
@@ -115,6 +126,9 @@ class RunOutput:
         self._metrics.write(row)
         if self._tracker is not None:
             self._tracker.log(row)
+            if self._tracker.problem and not self._is_tracker_lost:
+                self._is_tracker_lost = True
+                self._progress.say(f"wandb: {self._tracker.problem}; training goes on, metrics.jsonl has every row")
         self._progress.show(row)
         if row["kind"] == "train":
             self._look_for_spike(row)
@@ -174,6 +188,7 @@ class RunOutput:
             "fill_seconds": edges[0],
             "drain_seconds": edges[1],
             "peak_memory_bytes": outcome.peak_memory_bytes,
+            "startup_seconds": self._startup_seconds,
             "wall_seconds": perf_counter() - self._began,
         }
 

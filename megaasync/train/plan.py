@@ -25,11 +25,18 @@ from megaasync.schedules import (
     report,
 )
 from megaasync.train.communication import step_volumes
+from megaasync.train.plan_text import size_text
 from megaasync.train.sizes import REPLICAS, StageNeeds, StageSizes, activation_sizes, needs_of
 
 _HOP = 0.3  # of a forward
 _GIB = 2**30
 _HBM_BYTES = 3.0e12  # per second, for the elementwise part of a step
+
+
+def _has_gpus(config: TrainConfig) -> bool:
+    """Whether the figures of a cluster's GPUs say anything about the run: a job without any has none of them."""
+    cluster = config.cluster
+    return cluster.name == "local" or (cluster.gpus_per_node is not None and config.device != "cpu")
 
 
 def main_schedule(phases: tuple[Phase, ...]) -> PipelineSchedule:
@@ -164,7 +171,7 @@ def _estimates(
 ) -> dict[str, float]:
     """Seconds, from the figures that the cluster group gives for its GPUs; empty if it gives none."""
     cluster = config.cluster
-    if cluster.gpu_tflops is None or cluster.network_gbytes is None:
+    if not _has_gpus(config) or cluster.gpu_tflops is None or cluster.network_gbytes is None:
         return {}
     layers = stage.sizes.layers
     flops = forward_flops(config.model, layers, with_head=layers.stop == config.model.num_layers)
@@ -206,12 +213,12 @@ def _ranks_of(stages: list[dict[str, Any]], schedule: PipelineSchedule) -> list[
 
 def _warnings(config: TrainConfig, ranks: list[dict[str, Any]], *, is_asynchronous: bool) -> list[str]:
     """What will not fit or not hide."""
-    found, limit = [], config.cluster.gpu_memory_gib
+    found, limit = [], config.cluster.gpu_memory_gib if _has_gpus(config) else None
     for line in ranks:
         name = f"rank {line['rank']} (stage {', '.join(map(str, line['stages']))})"
         if limit is not None and line["total_bytes"] > limit * _GIB:
             found.append(
-                f"{name} needs {_size(line['total_bytes'])}, more than cluster.gpu_memory_gib={limit:g}; raise "
+                f"{name} needs {size_text(line['total_bytes'])}, more than cluster.gpu_memory_gib={limit:g}; raise "
                 "parallel.pipeline, parallel.expert or parallel.tensor, or lower train.micro_batch_size"
             )
         if is_asynchronous and line.get("update_seconds", 0.0) > line.get("slack_seconds", 0.0):
@@ -292,6 +299,7 @@ def make_plan(config: TrainConfig) -> dict[str, Any]:
         ],
         "clip": schedule.clip,
         "correction": config.correction.name,
+        "delays": list(schedule.delay),
         "num_microbatches": schedule.num_microbatches,
         "tokens_per_step": config.train.global_batch_size * model.seq_length,
         "tokens": config.train.steps * config.train.global_batch_size * model.seq_length,
@@ -308,76 +316,3 @@ def make_plan(config: TrainConfig) -> dict[str, Any]:
         "ranks": ranks,
         "warnings": _warnings(config, ranks, is_asynchronous=schedule.is_asynchronous),
     }
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
-
-
-def _stage_lines(stage: Mapping[str, Any]) -> list[str]:
-    kinds = ", ".join(f"{kind.replace('_', ' ')} {_size(count)}" for kind, count in stage["bytes"].items() if count)
-    first, end = stage["layers"]
-    lines = [
-        f"stage {stage['stage']}    from rank {stage['rank']}, layers {first} to {end - 1}, {stage['parameters']:,} "
-        f"parameters, {stage['parameters_per_rank']:,} per rank: {_size(stage['total_bytes'])} = {kinds}; "
-        f"{stage['weight_versions']} weight version(s), {stage['microbatches_in_flight']} microbatch(es) in flight, "
-        f"slack {stage['slack']:.3g} forwards"
-    ]
-    if seconds := stage["seconds"]:
-        lines.append(
-            f"           about {seconds['forward']:.3g} s per forward, slack {seconds['slack']:.3g} s against "
-            f"{seconds['reduction']:.3g} s of reduction and {seconds['step']:.3g} s of optimizer step and gathering"
-        )
-    return lines
-
-
-def render_plan(plan: Mapping[str, Any]) -> str:
-    """The plan for people."""
-    layout = plan["layout"]
-    degrees = ", ".join(f"{axis} {size}" for axis, size in reversed(layout.items()))
-    megatron = layout["data"] * layout["expert"]
-    lines = [
-        f"parameters {plan['total_parameters']:,} (active per token {plan['active_parameters']:,}, "
-        f"{plan['flops_per_token'] / 1e9:.4g} GFLOP per token, forward and backward)",
-        f"layout     {degrees}: {plan['world_size']} rank(s); {megatron} hold different sequences "
-        "(data x expert, Megatron's data-parallel size)",
-        f"schedule   {plan['schedule']}, correction {plan['correction']}, {plan['num_microbatches']} microbatches per "
-        f"step, {plan['tokens_per_step']:,} tokens per step, {plan['tokens']:,} in all",
-        *(
-            f"phase      steps {phase['first_step']} to {phase['last_step']}: {phase['schedule']}"
-            for phase in plan["phases"]
-            if len(plan["phases"]) > 1
-        ),
-        *(["clipping   each stage by its own gradient norm"] if plan["clip"] == "stage" else []),
-        f"bubble     {plan['bubble']:.1%} planned (forward 1, backward 2, no hop or step cost)",
-    ]
-    lines += [
-        f"hops       at {line['hop']:g} forwards each: bubble {max(line['bubble'], 0):.1%} with "
-        f"schedule.extra_in_flight={line['extra_in_flight']} (at most {line['most_in_flight']} microbatches in flight)"
-        for line in plan["hops"]
-    ]
-    for stage in plan["stages"]:
-        lines += _stage_lines(stage)
-    if len(plan["ranks"]) < len(plan["stages"]):
-        totals = ", ".join(f"rank {line['rank']} {_size(line['total_bytes'])}" for line in plan["ranks"])
-        lines.append(f"ranks      each holds several stages: {totals}")
-    if plan["bytes_over_1f1b"]:
-        extra = ", ".join(_size(count) for count in plan["bytes_over_1f1b"])
-        lines.append(f"over 1f1b  per rank, by stage: {extra}")
-    for line in plan["routing"]:
-        lines.append(
-            f"updates    {line['rule']} with weight decay {line['weight_decay']:g}: {line['role']}, "
-            f"{line['tensors']} tensor(s), {line['parameters']:,} parameters"
-        )
-    if any(line["rule"] == "Muon" and "expert" in line["role"] for line in plan["routing"]):
-        lines.append(
-            "           an expert that never got a token decays only; one that did goes on by its decayed momentum"
-        )
-    sent = ", ".join(f"{kind} {_size(count)}" for kind, count in plan["communication_bytes_per_step"].items() if count)
-    lines.append(f"transfer   per step, all ranks together: {sent or 'nothing'}")
-    lines += [f"WARNING    {warning}" for warning in plan["warnings"]]
-    return "\n".join(lines)

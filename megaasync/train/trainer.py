@@ -4,6 +4,7 @@ import math
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -63,6 +64,11 @@ class TrainOutcome:
     saved_step: int | None
     save_problem: str | None
     device_name: str
+
+
+def _now() -> str:
+    """UTC, to the millisecond."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def _peak_memory() -> int:
@@ -251,6 +257,8 @@ class Trainer:
                 "grad_norm": result.grad_norm,
                 "tokens": self._tokens,
                 "tokens_per_second": tokens / max(finished - before, 1e-9),
+                "seconds": finished - before,
+                "time": _now(),
                 "staleness": staleness,
                 **routing,
                 **({"skipped": len(self.executor.skipped)} if self.executor.skipped else {}),
@@ -269,7 +277,7 @@ class Trainer:
         if self._validation is None:
             return Evaluation(None, False)
         start = perf_counter()
-        row: dict[str, Any] = {"kind": "val", "step": done}
+        row: dict[str, Any] = {"kind": "val", "step": done, "time": _now()}
         if phase.schedule.is_asynchronous:
             for stage in self.executor.stages:
                 if stage.versions.num_slots > 1:  # else it has no delay, and its only version is z

@@ -125,7 +125,9 @@ def run_rank(
         )
     if environment.rank == 0:  # nothing of the run was touched before it was clear what it goes on from
         go_back(folder, 0 if resume is None else read_meta(resume)["step"])
-    output = RunOutput(config, folder, run_config, data=prepared.identity) if environment.rank == 0 else None
+    output = (
+        RunOutput(config, folder, run_config, data=prepared.identity, began=began) if environment.rank == 0 else None
+    )
     say = output.say if output is not None else lambda line: None
     files = CheckpointFiles(folder / "checkpoints", resume, run_config, say)
     if isinstance(config.cluster, SlurmCluster) and config.cluster.preflight and environment.world_size > 1:

@@ -12,7 +12,7 @@ from megaasync.checkpoint.folders import checkpoints_in, folder_name
 from megaasync.entry.spawn import RankFailed, spawn_ranks
 from megaasync.pipeline.stage import PipelineStage
 from tests.support.configs import BALANCED, small_config
-from tests.support.runs import run, run_rank
+from tests.support.runs import CLOCKS, run, run_rank
 from tests.support.tiers import also_slow
 
 STEPS, SAVED = 9, 4
@@ -53,7 +53,7 @@ def saved(optimizer, layout, schedule, correction):
 
 def rows_after(numbers, step):
     return [
-        {key: value for key, value in row.items() if key != "tokens_per_second"}
+        {key: value for key, value in row.items() if key not in CLOCKS}
         for row in numbers.rows
         if row["kind"] == "train" and row["step"] > step
     ]

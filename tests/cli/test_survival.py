@@ -18,6 +18,7 @@ from megaasync.checkpoint.folders import MARK, checkpoints_in, look_at, newest
 from megaasync.checkpoint.pieces import Pieces
 from tests.cli.test_runs import ranks_of, wait_for_step
 from tests.support.cli import TINY, command, environment, metrics, pretrain, small_disk, summary
+from tests.support.runs import CLOCKS
 from tests.support.tiers import also_slow
 
 RECIPE = [
@@ -66,7 +67,7 @@ def started():
 def numbers(folder):
     """What training wrote, without clocks."""
     rows = metrics(folder)
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+    return [{key: value for key, value in row.items() if key not in CLOCKS} for row in rows]
 
 
 def tensors_of(checkpoint):

@@ -7,7 +7,14 @@ from torch.nn import functional as F
 
 from megaasync.data.microbatches import Microbatch
 from megaasync.kernels.grouped_linear import grouped_linear_loop, grouped_product
-from megaasync.kernels.weight_gradients import WeightGradientQueue, accumulate, expert_linear, linear, use_queue
+from megaasync.kernels.weight_gradients import (
+    WeightGradientQueue,
+    accumulate,
+    embedding,
+    expert_linear,
+    linear,
+    use_queue,
+)
 from megaasync.models.initialize import initialize_
 from megaasync.models.transformer import DecoderStage
 from megaasync.optim.flat_layout import FlatLayout
@@ -120,3 +127,32 @@ def test_a_whole_model_splits_and_its_matrices_wait():
     accumulate(deferred)
     for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_an_embeddings_gradient_is_summed_in_float32():
+    """Four thousand ones, as of a frequent token: a bfloat16 sum stays at 256."""
+    weight = random(7, 3, dtype=torch.bfloat16).requires_grad_()
+    rows = torch.full((4, 1024), 5)
+    ones = torch.ones(4, 1024, 3, dtype=torch.bfloat16)
+    embedding(rows, weight).backward(ones)
+    assert weight.grad[5].tolist() == [4096.0] * 3 and weight.grad.count_nonzero() == 3
+    weight.grad, weight.main_grad = None, torch.ones(7, 3)
+    embedding(rows, weight).backward(ones)
+    assert weight.main_grad[5].tolist() == [4097.0] * 3 and weight.main_grad.sum() == 7 * 3 + 3 * 4096
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("has_sum", [False, True])
+def test_an_embedding_is_torchs(dtype, has_sum):
+    rows = torch.randint(0, 11, (3, 40), generator=torch.Generator().manual_seed(4))
+    weight, grad = random(11, 5, dtype=dtype).requires_grad_(), random(3, 40, 5, dtype=dtype, seed=1)
+    expected = F.embedding(rows, weight)
+    expected.backward(grad)
+    other = weight.detach().clone().requires_grad_()
+    if has_sum:
+        other.main_grad = torch.zeros(11, 5, dtype=dtype)
+    found = embedding(rows, other)
+    found.backward(grad)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(other.main_grad if has_sum else other.grad, weight.grad)

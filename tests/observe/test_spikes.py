@@ -51,7 +51,7 @@ def test_what_is_not_finite_is_left_out_and_none_finds_nothing():
 def test_a_run_writes_and_tells_of_its_spikes_and_remembers_over_a_resume(tmp_path, capsys):
     def row(step, loss):
         return {"kind": "train", "step": step, "loss": loss, "lr": 0.1, "grad_norm": 7.5, "tokens": 1,
-                "tokens_per_second": 1.0, "staleness": 0}  # fmt: skip
+                "tokens_per_second": 1.0, "seconds": 1.0, "staleness": 0}  # fmt: skip
 
     before = [row(step, loss) for step, loss in enumerate(noise(7, 50), start=1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in before))

@@ -86,8 +86,11 @@ def put_together(parts: list[RunNumbers], config: TrainConfig) -> dict[str, np.n
     }
 
 
+CLOCKS = ("tokens_per_second", "seconds", "time")
+
+
 def _stable(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != "tokens_per_second"}
+    return {key: value for key, value in row.items() if key not in CLOCKS}
 
 
 def run(config: TrainConfig, root: Path | None = None, resume: Path | None = None) -> RunNumbers:

@@ -12,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from megaasync.data.microbatches import Microbatch
 from megaasync.models.flops import flops_per_token
 from megaasync.models.transformer import DecoderStage
-from megaasync.train.plan import make_plan, render_plan
+from megaasync.train.plan import make_plan
+from megaasync.train.plan_text import render_plan, summarise_plan
+from tests.entry.test_text_values import SLURM
 from tests.support.cli import REPOSITORY, environment, pretrain, tool
 from tests.support.configs import BALANCED, small_config
 
@@ -52,7 +54,7 @@ def test_the_10b_plan_on_a_laptop(tmp_path):
     assert 1.2e9 < plan["active_parameters"] < 2e9
     assert plan["world_size"] == 64
     assert plan["tokens"] == pytest.approx(200e9, rel=1e-4)
-    assert "over 1f1b  per rank, by stage:" in ran.stdout
+    assert "over 1f1b" in ran.stdout and "stage 0    from rank 0" not in ran.stdout
     assert not plan["warnings"]
 
 
@@ -181,6 +183,32 @@ def test_what_does_not_fit_or_hide_is_said():
     assert any("the pipeline will wait" in warning for warning in plan["warnings"])
     assert text.count("WARNING") == len(plan["warnings"]) == 4
     assert make_plan(small_config(parallel__pipeline=2))["warnings"] == []
+
+
+def test_a_screen_gets_ten_lines_of_a_hundred_letters(tmp_path):
+    """Whatever the plan: many stages, many warnings; the report and plan.json have the rest."""
+    cluster = {"cluster__gpu_memory_gib": 1e-5, "cluster__gpu_tflops": 100.0, "cluster__network_gbytes": 1e-4}
+    many = {"schedule__name": "interleaved_2bw", "parallel__virtual_stages": 6, "model__num_layers": 12}
+    for overrides in ({}, {"parallel__pipeline": 2, **cluster}, {"parallel__pipeline": 2, **many, **cluster}):
+        plan = make_plan(small_config(**overrides))
+        lines = summarise_plan(plan).splitlines()
+        assert len(lines) <= 10 and max(map(len, lines)) <= 100, lines
+        assert ("are in plan.json" in lines[-1]) == (len(plan["warnings"]) > 10 - 7)
+        assert any("memory     per rank" in line for line in lines)
+
+
+def test_a_delay_on_one_rank_is_said_and_a_cpu_job_has_no_gpu_figures():
+    assert "late gradients; schedule=1f1b trains without" in summarise_plan(make_plan(small_config()))
+    assert "late gradients" not in summarise_plan(make_plan(small_config(schedule__name="1f1b")))
+    assert "late gradients" not in summarise_plan(make_plan(small_config(parallel__pipeline=2)))
+    slurm = {**SLURM, "gpu_memory_gib": 1e-5, "gpu_tflops": 100.0, "network_gbytes": 1e-4, "tasks_per_node": 2}
+    for changes in ({"gpus_per_node": None}, {"gpus_per_node": 2}):
+        config = small_config(parallel__pipeline=2, cluster={**slurm, **changes})  # its device is cpu
+        plan = make_plan(config)
+        assert plan["warnings"] == [] and "times " not in summarise_plan(plan)
+        assert all(stage["seconds"] is None for stage in plan["stages"])
+    plan = make_plan(small_config(parallel__pipeline=2, device="auto", cluster={**slurm, "gpus_per_node": 2}))
+    assert plan["warnings"] and "times " in summarise_plan(plan)
 
 
 def test_the_measuring_tool(tmp_path):

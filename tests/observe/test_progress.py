@@ -1,0 +1,57 @@
+"""What the screen says while a run trains."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from megaasync.observe import progress
+from megaasync.observe.progress import Progress, render_live_line
+
+ROW = {"kind": "train", "step": 95367, "loss": 10.12345, "lr": 1.234e-4, "grad_norm": 123.4567, "staleness": 1,
+       "tokens_per_second": 1234567.8, "seconds": 12.3456}  # fmt: skip
+
+
+@pytest.mark.parametrize("left", [None, 5.0, 36_000.0, 9e6])
+@pytest.mark.parametrize("rate", [5.0, 1234.5, 98_765.4, 1.2e7])
+def test_the_live_line_fits_80_columns(left, rate):
+    line = render_live_line(ROW, steps=95368, rate=rate, seconds=12.3456, seconds_left=left)
+    assert len(line) <= 79
+    if left is not None:
+        assert line.endswith({5.0: "left 0:05", 36_000.0: "left 10:00:00", 9e6: "left 104d04h"}[left])
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """(progress, what it printed); a clock that the test moves."""
+    clock, out = [0.0], io.StringIO()
+    monkeypatch.setattr(progress, "monotonic", lambda: clock[0])
+    one = Progress(steps=40, interval=10)
+    one._console = Console(file=out, soft_wrap=True, highlight=False, width=200)
+    one._live = None
+    return one, out, clock
+
+
+def test_rates_are_of_the_steps_since_the_last_line_and_nothing_is_estimated_too_early(shown):
+    one, out, clock = shown
+    for step in range(1, 41):
+        seconds = 1.0 if step <= 10 else 0.5
+        clock[0] += seconds
+        one.show({**ROW, "step": step, "seconds": seconds, "tokens_per_second": 100 / seconds})
+    first, tenth, twentieth, thirtieth, last = out.getvalue().splitlines()
+    assert "left" not in first and "100 tokens/s  1 s/step" in first
+    assert "100 tokens/s  1 s/step" in tenth and "left 0:30" in tenth
+    assert "200 tokens/s  0.5 s/step" in twentieth and "200 tokens/s" in thirtieth
+    assert "left" not in last
+
+
+def test_a_terminal_keeps_no_stale_line(monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=out, force_terminal=True, width=80))
+    with Progress(steps=2, interval=1) as one:
+        one.show({**ROW, "step": 1})
+        one.show({**ROW, "step": 2})
+    one.say("completed after 2 steps")
+    end = out.getvalue()
+    assert "\x1b[2K" in end  # the line was erased
+    assert end.rindex("completed") > end.rindex("loss")
