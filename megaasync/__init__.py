@@ -1,7 +1,14 @@
 """Pretraining with asynchronous pipeline parallelism. Importing this package imports no torch."""
 
 import importlib
+import os
+import signal
+import sys
 from typing import Any
+
+if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # `python -m megaasync...` is being looked up: a Ctrl-C while it is imported ends it without a traceback
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 __version__ = "0.1.0"
 

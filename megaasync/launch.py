@@ -16,11 +16,16 @@ import yaml
 from megaasync.checkpoint.folders import read_meta
 from megaasync.checkpoint.settings import check_settings
 from megaasync.cluster.docker import docker_command
-from megaasync.cluster.record import LAUNCH_RECORD, code_hash, config_hash, environment_record
+from megaasync.cluster.record import LAUNCH_RECORD, code_hash, environment_record
 from megaasync.cluster.script import Job, JobRun, render_script
-from megaasync.cluster.submit import submit
+from megaasync.cluster.submit import check_no_job, note_job, submit
 from megaasync.config import ConfigError, TrainConfig, read, validate
+from megaasync.config.identity import config_hash
 from megaasync.config.schema import DockerCluster, SlurmCluster
+from megaasync.config.secrets import redacted
+from megaasync.data import DataError
+from megaasync.distributed.environment import variables
+from megaasync.entry.file_errors import explain_file_error
 from megaasync.entry.hydra_app import (
     CONFIG_ERROR_STATUS,
     INTERRUPTED_STATUS,
@@ -29,6 +34,8 @@ from megaasync.entry.hydra_app import (
     run_app,
     sweep_number,
 )
+from megaasync.entry.launch_checks import check_files, needed_folders
+from megaasync.entry.run_config import check_secrets, sha256_of
 from megaasync.entry.run_folder import new_run_folder, where_to_go_on
 from megaasync.observe.run_files import write_json, write_text
 from megaasync.pretrain import resolve_data
@@ -40,7 +47,7 @@ class _Wanted:
 
     Attributes:
         config, plain: read, and as a plain dict.
-        overrides: as typed, without run.dir.
+        overrides: as typed, without run.dir; written down for people.
     """
 
     config: TrainConfig
@@ -60,6 +67,9 @@ def _check(plain: dict[str, Any]) -> _Wanted:
             f"cluster={config.cluster.name}: nothing to set up; set cluster=slurm or cluster=docker, or start it here "
             "with python -m megaasync.pretrain"
         )
+    check_secrets(plain)
+    if not config.dry_run and config.cluster.check_files:
+        check_files(config)
     own = ("run.dir=", "+run.dir=", "cluster.submit=")
     return _Wanted(config, plain, tuple(one for one in current_overrides() if not one.startswith(own)))
 
@@ -72,8 +82,9 @@ def _write_run(wanted: _Wanted, folder: Path, record: dict[str, Any], plan: dict
     """The run folder's first files.
 
     Raises:
-        ConfigError: it holds a run that is complete, or another one.
+        ConfigError: it holds a run that is complete, or another one, or a job that has not ended.
     """
+    check_no_job(folder)
     if (folder / "metrics.jsonl").exists():
         found = where_to_go_on(wanted.config, wanted.plain, folder)
         if found is not None:
@@ -82,8 +93,14 @@ def _write_run(wanted: _Wanted, folder: Path, record: dict[str, Any], plan: dict
     try:
         folder.mkdir(parents=True, exist_ok=True)
         wanted.plain["run"]["dir"] = str(folder)
-        write_text(folder / "config.yaml", yaml.safe_dump(wanted.plain, sort_keys=False))
-        own = {"config_hash": config_hash(wanted.plain), "total_parameters": plan["total_parameters"]}
+        content = yaml.safe_dump(wanted.plain, sort_keys=False)
+        write_text(folder / "config.yaml", content)
+        write_text(folder / "overrides.txt", "".join(f"{one}\n" for one in wanted.overrides))
+        own = {
+            "config_hash": config_hash(wanted.plain),
+            "config_sha256": sha256_of(content.encode()),
+            "total_parameters": plan["total_parameters"],
+        }
         write_json(folder / LAUNCH_RECORD, record | own)
         write_json(folder / "plan.json", plan)
     except OSError as error:
@@ -106,19 +123,27 @@ def _launch(runs: list[_Wanted], *, wish: str | None) -> None:
     base = Path(wish).expanduser().absolute() if wish else new_run_folder(_label(first)).absolute()
     folders = [base] if len(runs) == 1 else [base / str(number) for number in range(len(runs))]
     package = Path(__file__).parent
-    record = environment_record(package) | {"code_hash": code_hash(package)}
+    record = environment_record(package, command=redacted(shlex.join(sys.argv), variables())) | {
+        "code_hash": code_hash(package)
+    }
     plans = [planner.make_plan(one.config) for one in runs]
     print(plan_text.summarise_plan(plans[0]))
+    for number, plan in enumerate(plans[1:], start=1):
+        for warning in plan["warnings"]:
+            print(f"WARNING    run {number}: {warning}")
     for wanted, folder, plan in zip(runs, folders, plans, strict=True):
         _write_run(wanted, folder, record, plan)
-    pieces = tuple(JobRun(folder, one.overrides) for one, folder in zip(runs, folders, strict=True))
+    pieces = tuple(JobRun(folder) for folder in folders)
+    needed = tuple(dict.fromkeys(path for one in runs for path in needed_folders(one.config)))
     if isinstance(first.cluster, DockerCluster):
-        _start_docker(first.cluster, pieces, base)
+        _start_docker(first.cluster, pieces, needed)
         return
-    _start_slurm(first, first.cluster, pieces, base)
+    _start_slurm(first, first.cluster, pieces, base, needed)
 
 
-def _start_slurm(config: TrainConfig, cluster: SlurmCluster, runs: tuple[JobRun, ...], base: Path) -> None:
+def _start_slurm(
+    config: TrainConfig, cluster: SlurmCluster, runs: tuple[JobRun, ...], base: Path, needed: tuple[Path, ...]
+) -> None:
     python = cluster.python or ("python" if cluster.container_image else shlex.quote(sys.executable))
     job = Job(
         name=re.sub(r"[^\w.-]", "-", base.name) if config.run.dir else f"megaasync-{_label(config)}",
@@ -127,6 +152,7 @@ def _start_slurm(config: TrainConfig, cluster: SlurmCluster, runs: tuple[JobRun,
         folder=base,
         directory=Path.cwd(),
         python=python,
+        data_folders=needed,
         max_restarts=config.run.max_restarts,
         made=f"Written by python -m megaasync.launch on {datetime.now():%Y-%m-%d %H:%M}.",
     )
@@ -137,6 +163,8 @@ def _start_slurm(config: TrainConfig, cluster: SlurmCluster, runs: tuple[JobRun,
         print(f"not submitted (cluster.submit=false); submit it with: sbatch {shlex.quote(str(script))}")
         return
     number = submit(script)
+    for run in runs:
+        note_job(run.folder, number)
     log = f"slurm-{number}{'_*' if job.is_array else ''}.log"
     print(
         f"job {number}\n"
@@ -148,9 +176,9 @@ def _start_slurm(config: TrainConfig, cluster: SlurmCluster, runs: tuple[JobRun,
     )
 
 
-def _start_docker(cluster: DockerCluster, runs: tuple[JobRun, ...], base: Path) -> None:
+def _start_docker(cluster: DockerCluster, runs: tuple[JobRun, ...], needed: tuple[Path, ...]) -> None:
     for run in runs:
-        command = docker_command(cluster, run, directory=Path.cwd())
+        command = docker_command(cluster, run, directory=Path.cwd(), data_folders=needed)
         script = run.folder / "job.sh"
         write_text(script, f"#!/bin/sh\n# Written by python -m megaasync.launch.\nexec {shlex.join(command)}\n")
         print(f"script: {script}")
@@ -165,9 +193,10 @@ def _wait_for(command: list[str]) -> int:
     """Run a command; a signal goes on to it, and it ends in its own time. Its status."""
     try:
         process = subprocess.Popen(command)
-    except FileNotFoundError:
+    except OSError as error:
         raise ConfigError(
-            "cluster=docker: there is no docker on this host; set cluster.submit=false to only write the command"
+            f"cluster=docker: docker cannot be started on this host ({error.strerror}); set cluster.submit=false to "
+            "only write the command"
         ) from None
     while True:
         try:
@@ -186,17 +215,21 @@ def main() -> None:
         wishes.append(wish if wish is None or sweep_number() is None else str(Path(wish).parent))
         try:
             runs.append(_check(plain))
-        except ConfigError as error:
+        except (ConfigError, DataError) as error:
             fail(str(error), status=CONFIG_ERROR_STATUS)
 
-    run_app(collect)
+    run_app(collect, name="launch", collects=True)
+    if not runs:  # --cfg job and the like have answered
+        return
     try:
         _launch(runs, wish=wishes[0])
     except ConfigError as error:
         fail(str(error), status=CONFIG_ERROR_STATUS)
+    except OSError as error:
+        fail(explain_file_error(error), status=CONFIG_ERROR_STATUS)
     except KeyboardInterrupt:
         fail("interrupted", status=INTERRUPTED_STATUS)
 
 
 if __name__ == "__main__":
-    main()
+    importlib.import_module("megaasync.launch").main()

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -20,8 +21,11 @@ from megaasync.config.layout import AXES
 from megaasync.data import DataError
 from megaasync.distributed import DeviceError, TransportError
 from megaasync.distributed.environment import RankEnvironment, launched_environment
+from megaasync.entry.console import tolerate_console
 from megaasync.entry.file_errors import explain_file_error
-from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, INTERRUPTED_STATUS, fail, run_app
+from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, INTERRUPTED_STATUS, RunStopped, fail, run_app
+from megaasync.entry.rank import run_rank
+from megaasync.entry.run_config import check_secrets, path_in, read_run_config
 from megaasync.entry.run_folder import Claim, claim_run_folder
 from megaasync.entry.spawn import Interrupted, RankFailed, spawn_ranks
 from megaasync.observe.run_files import copy_whole, read_metrics, write_json, write_text
@@ -64,11 +68,6 @@ def _check_world(config: TrainConfig, environment: RankEnvironment | None) -> No
         )
 
 
-def _worker_module() -> Any:
-    """The first import of torch; only once everything that can be wrong without it has been checked."""
-    return importlib.import_module("megaasync.train.worker")
-
-
 def _print_plan(config: TrainConfig) -> None:
     """Print the plan and write it as plan.json, into the run folder if the config names one."""
     planner = importlib.import_module("megaasync.train.plan")
@@ -84,7 +83,9 @@ def _print_plan(config: TrainConfig) -> None:
     print(f"plan: {folder / 'plan.json'}")
 
 
-def _prepare(config: TrainConfig, plain: dict[str, Any], *, is_first: bool) -> tuple[Any, Claim | None]:
+def _prepare(
+    config: TrainConfig, plain: dict[str, Any], *, is_first: bool, writes_config: bool
+) -> tuple[Any, Claim | None]:
     """Data and run folder, on the rank or launcher that makes them."""
     prepare = importlib.import_module("megaasync.data.prepare")
     say = (lambda line: print(line, flush=True)) if is_first else (lambda line: None)
@@ -97,7 +98,8 @@ def _prepare(config: TrainConfig, plain: dict[str, Any], *, is_first: bool) -> t
     for note in claim.notes:
         say(note)
     try:
-        _write_config(claim, yaml.safe_dump(plain, sort_keys=False))
+        if writes_config:
+            _write_config(claim, yaml.safe_dump(plain, sort_keys=False))
         if prepared.tokenizer is not None:
             copy_whole(Path(prepared.tokenizer), claim.folder / "tokenizer.model")
     except BaseException:
@@ -126,6 +128,10 @@ def _write_summary(folder: Path, **facts: str) -> None:
         write_json(folder / "summary.json", {**so_far, **written, **facts})
 
 
+class _EndedItself(Interrupted):
+    """The run has ended early without a signal to this process."""
+
+
 def _end_rank(message: str, status: int, plain: dict[str, Any], claim: Claim | None, *, may_go_well: bool) -> None:
     """End one rank of a group at once: on the way out of Python its group might hang or abort when a peer is gone.
 
@@ -133,7 +139,8 @@ def _end_rank(message: str, status: int, plain: dict[str, Any], claim: Claim | N
     writes its own status down for the batch script.
     """
     if message:
-        print(f"error: {message}", file=sys.stderr)
+        prefix = "" if status == INTERRUPTED_STATUS else "error: "  # a planned end is none
+        print(f"{prefix}{message}", file=sys.stderr)
     run, cluster = plain.get("run"), plain.get("cluster")
     if isinstance(run, dict) and isinstance(cluster, dict) and cluster.get("name") == "slurm" and run.get("dir"):
         with suppress(OSError), (Path(run["dir"]) / ENDED).open("x") as file:
@@ -160,7 +167,7 @@ def _run_here(config: TrainConfig, plain: dict[str, Any], prepared: Any, claim: 
         before = claim.step
         try:
             statuses = spawn_ranks(
-                _run_rank,
+                run_rank,
                 (config, prepared, claim.folder, plain, claim.resume, began),
                 world_size=config.world_size,
                 names=_rank_names(config),
@@ -184,13 +191,17 @@ def _run_here(config: TrainConfig, plain: dict[str, Any], prepared: Any, claim: 
             )
             time.sleep(pause)
             continue
-        if "interrupted" in statuses:  # a signal went to a rank and not to this process
-            raise Interrupted("interrupted")
+        if "interrupted" in statuses:  # by its time limit, or a signal went to a rank and not to this process
+            raise _EndedItself("interrupted")
         return
 
 
-def pretrain(plain: dict[str, Any]) -> None:
+def pretrain(plain: dict[str, Any], *, is_from_folder: bool = False) -> None:
     """Run one config: checked first, then on as many ranks as the layout needs.
+
+    Args:
+        plain: the config as plain dicts; `run.dir` becomes the run folder.
+        is_from_folder: it is the config.yaml of its run folder, which stays as it is.
 
     Raises:
         SystemExit: 2 for the user's mistakes, 1 for a failed rank, 130 for an interrupt.
@@ -209,18 +220,20 @@ def pretrain(plain: dict[str, Any]) -> None:
         if config.dry_run:
             _print_plan(config)
             return
-        if config.cluster.name != "local" and environment is None:
+        is_in_container = is_from_folder and config.cluster.name == "docker"
+        if config.cluster.name != "local" and environment is None and not is_in_container:
             raise ConfigError(
                 f"cluster={config.cluster.name}: started bare, this host is not that cluster; set cluster=local, add "
                 "dry_run=true for a plan, or start it with srun or torchrun on the cluster"
             )
         _check_world(config, environment)
-        prepared, claim = _prepare(config, plain, is_first=environment is None or environment.rank == 0)
+        is_first = environment is None or environment.rank == 0
+        prepared, claim = _prepare(config, plain, is_first=is_first, writes_config=not is_from_folder)
         if environment is None:
             _run_here(config, plain, prepared, claim, began=began)
         else:
             folder, resume = (None, None) if claim is None else (claim.folder, claim.resume)
-            if _run_rank(environment, config, prepared, folder, plain, resume, began) == "interrupted":
+            if run_rank(environment, config, prepared, folder, plain, resume, began) == "interrupted":
                 raise Interrupted("interrupted")
     except (ConfigError, DataError) as error:
         if plain.get("debug") is True:
@@ -241,11 +254,14 @@ def pretrain(plain: dict[str, Any]) -> None:
         if error.details:
             print(error.details, file=sys.stderr)
         end(str(error), CONFIG_ERROR_STATUS if error.is_user_error else 1)
-    except (Interrupted, KeyboardInterrupt):
+    except (Interrupted, KeyboardInterrupt) as error:
         begun = claim is not None and claim.has_begun
         if begun and not (claim.folder / "summary.json").exists():
             _write_summary(claim.folder, status="interrupted")
-        end("interrupted" + (f"; the run folder is {claim.folder}" if begun else ""), INTERRUPTED_STATUS)
+        try:
+            end("interrupted" + (f"; the run folder is {claim.folder}" if begun else ""), INTERRUPTED_STATUS)
+        except SystemExit as leave:
+            raise RunStopped(leave.code) if isinstance(error, _EndedItself) else leave from None
     except Exception as error:
         if environment is None:
             raise
@@ -267,14 +283,41 @@ def _rank_names(config: TrainConfig) -> list[str]:
     return names
 
 
-def _run_rank(environment: RankEnvironment, *args: Any) -> str:
-    return _worker_module().run_rank(environment, *args)
+def _pretrain_from_file(path: Path) -> None:
+    """A run from the config.yaml of its folder, as jobs start it.
+
+    Raises:
+        SystemExit: as `pretrain`.
+    """
+    tolerate_console()
+
+    def on_interrupt(*_: object) -> None:
+        raise Interrupted("interrupted")
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, on_interrupt)
+    try:
+        plain = read_run_config(path, sys.argv[1:])
+        check_secrets(plain)
+    except ConfigError as error:
+        fail(str(error), status=CONFIG_ERROR_STATUS)
+    except Interrupted:
+        fail("interrupted", status=INTERRUPTED_STATUS)
+    pretrain(plain, is_from_folder=True)
 
 
 def main() -> None:
     """Entry point."""
-    run_app(pretrain)
+    try:
+        path = path_in(sys.argv[1:])
+    except ConfigError as error:
+        fail(str(error), status=CONFIG_ERROR_STATUS)
+    if path is not None:
+        _pretrain_from_file(path)
+    else:
+        run_app(pretrain)
 
 
 if __name__ == "__main__":
-    main()
+    importlib.import_module("megaasync.pretrain").main()

@@ -1,9 +1,10 @@
 """Which settings of a run must be those of the checkpoint that it goes on from; needs no torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megaasync.config.identity import without
 from megaasync.config.schema import ConfigError
 from megaasync.data.identity import Identity, check_identity
 from megaasync.optim.lr_schedule import LrShape, lr_multiplier
@@ -19,36 +20,6 @@ _OF_TRAINING = (
 _BEFORE = {"document_mask": False}  # what older checkpoints do not say
 _FREE = ("lr", "weight_decay", "newton_schulz_precision")  # of the optimizer: the last one changes rounding only
 _OF_RUN = ("cache_dir",)  # keys that say where something is, not what
-# what may differ between two starts of the same run: everything else decides its numbers
-_NOT_DECISIVE = ("run", "cluster", "logging", "checkpoint", "debug", "dry_run")
-_NOT_DECISIVE_OF = {"train": ("time_limit",), "parallel": ("timeout_seconds",), "data": _OF_RUN}
-
-
-def decisive(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a config decides a run's numbers."""
-    return {
-        group: _without(value, _NOT_DECISIVE_OF.get(group, ()))
-        for group, value in plain.items()
-        if group not in _NOT_DECISIVE
-    }
-
-
-def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first setting that decides numbers and differs between two configs, with both values; None if none does."""
-
-    def compare(key: str, then: Any, here: Any) -> str | None:
-        if isinstance(then, Mapping) and isinstance(here, Mapping):
-            names = sorted({*then, *here}, key=str)
-            found = (compare(f"{key}.{name}" if key else str(name), then.get(name), here.get(name)) for name in names)
-            return next((one for one in found if one), None)
-        then, here = (list(one) if isinstance(one, tuple) else one for one in (then, here))
-        return None if then == here else f"{key}={here}, begun with {key}={then}"
-
-    return compare("", decisive(before), decisive(now))
-
-
-def _without(group: Any, names: Sequence[str]) -> Any:
-    return {key: value for key, value in group.items() if key not in names} if isinstance(group, Mapping) else group
 
 
 def check_settings(
@@ -87,7 +58,7 @@ def check_settings(
     for key in sorted({*plain["model"], *then["model"]} - {"name"}):
         differ(f"model.{key}", plain["model"].get(key), then["model"].get(key), other)
     differ("train.dtype", plain["train"]["dtype"], then["train"]["dtype"], other)
-    differ("optimizer", _without(plain["optimizer"], _FREE), _without(then["optimizer"], _FREE), other)
+    differ("optimizer", without(plain["optimizer"], _FREE), without(then["optimizer"], _FREE), other)
     if override:
         return
     remedy = "set it back, or checkpoint.override=true to go on with the new one"
@@ -98,7 +69,7 @@ def check_settings(
         is_known = plain["data"]["name"] != "hf"  # older runs held out documents by their row numbers
         check_identity(meta.get("data"), data, where=f"checkpoint {path}", override=override, is_known=is_known)
     new = ("tokenizer_bytes", *(("path", "validation_path", "tokenizer") if data and meta.get("data") else ()))
-    ours, theirs = (_without(_without(one["data"], _OF_RUN), new) for one in (plain, then))
+    ours, theirs = (without(without(one["data"], _OF_RUN), new) for one in (plain, then))
     differ("data", ours, theirs, remedy)
 
 

@@ -1,15 +1,11 @@
-"""What a run was made of: versions, code and config, as a record and as two hashes that every node can compare."""
+"""What a run was made of: versions, code and config, as a record and as a hash that every node can compare."""
 
 import getpass
 import hashlib
-import json
 import os
 import platform
-import shlex
 import socket
 import subprocess
-import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
@@ -18,7 +14,6 @@ from typing import Any
 
 _PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "datasets", "sentencepiece", "transformer-engine", "wandb")
 LAUNCH_RECORD = "environment.json"  # in the run folder
-_PLACES = ("run", "cluster", "debug", "dry_run")  # groups that say where and not what
 
 
 def _output_of(*command: str, cwd: Path | None = None) -> str | None:
@@ -29,11 +24,12 @@ def _output_of(*command: str, cwd: Path | None = None) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def environment_record(package: Path) -> dict[str, Any]:
+def environment_record(package: Path, *, command: str) -> dict[str, Any]:
     """Who, where, with what.
 
     Args:
         package: folder of the code, whose git commit is recorded.
+        command: as typed, without secrets.
     """
     versions = {}
     for name in _PACKAGES:
@@ -45,7 +41,7 @@ def environment_record(package: Path) -> dict[str, Any]:
         user = getpass.getuser()
     return {
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.argv),
+        "command": command,
         "directory": str(Path.cwd()),
         "user": user,
         "host": socket.gethostname(),
@@ -64,9 +60,3 @@ def code_hash(package: Path) -> str:
     for path in sorted(package.rglob("*.py")):
         found.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]
-
-
-def config_hash(plain: Mapping[str, Any]) -> str:
-    """Of what a run computes; not of where it runs."""
-    what = {group: value for group, value in plain.items() if group not in _PLACES}
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,5 +1,6 @@
 """The batch script of a SLURM job: readable, complete, the same whoever submits it from wherever."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from megaasync.config.schema import SlurmCluster
 
 REQUEUE = ".requeue"  # in the run folder: the run ended to be started again
 ENDED = ".ended"  # there: status of the rank that ended first, and whether that is `final`
+FLAG = "--run-config"  # of megaasync.pretrain: the config.yaml of a run folder, as it was launched
 _SIGNALLED = "USR1"
 
 
@@ -17,12 +19,10 @@ class JobRun:
     """One run of a job; a job array has several.
 
     Attributes:
-        folder: the run folder, absolute.
-        overrides: of `python -m megaasync.pretrain`, as the user typed them; run.dir comes on top.
+        folder: the run folder, absolute, with the config.yaml that is run.
     """
 
     folder: Path
-    overrides: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Job:
         folder: where the script and SLURM's log go, absolute.
         directory: to start in, absolute.
         python: command that runs Python in the job.
-        max_restarts: times that the step is started again within the job when it fails.
+        data_folders: what the runs read and keep beside their folders, for containers.
+        max_restarts: times that the step is started again within the job when it fails, without progress between.
         made: when and by what, for the first line.
     """
 
@@ -46,6 +47,7 @@ class Job:
     folder: Path
     directory: Path
     python: str
+    data_folders: tuple[Path, ...]
     max_restarts: int
     made: str
 
@@ -63,11 +65,15 @@ def hydra_quoted(value: str) -> str:
 
 def _directives(job: Job) -> list[str]:
     cluster = job.cluster
+    asks_otherwise = cluster.gpus_per_task is not None or "gpu" in (cluster.gres or "")
     values = {
-        "job-name": job.name,
+        "job-name": cluster.job_name or job.name,
         "nodes": cluster.nodes,
         "ntasks-per-node": cluster.ranks_per_node,
-        "gpus-per-node": cluster.gpus_per_node,
+        "gpus-per-node": None if asks_otherwise else cluster.gpus_per_node,
+        "gpus-per-task": cluster.gpus_per_task,
+        "gres": cluster.gres,
+        "mem": cluster.mem,
         "cpus-per-task": cluster.cpus_per_task,
         "time": cluster.time,
         "partition": cluster.partition,
@@ -76,6 +82,12 @@ def _directives(job: Job) -> list[str]:
         "constraint": cluster.constraint,
         "exclude": cluster.exclude,
         "reservation": cluster.reservation,
+        "comment": cluster.comment,
+        "mail-type": cluster.mail_type,
+        "mail-user": cluster.mail_user,
+        "dependency": cluster.dependency,
+        "nice": cluster.nice,
+        "wckey": cluster.wckey,
         "array": f"0-{len(job.runs) - 1}" if job.is_array else None,
         "chdir": job.directory,
         # %A and %a in an array, %j else; a job that is queued again goes on in the same log
@@ -84,6 +96,7 @@ def _directives(job: Job) -> list[str]:
         "signal": f"{_SIGNALLED}@{cluster.signal_seconds}",
     }
     lines = [f"#SBATCH --{name}={_in_directive(str(value))}" for name, value in values.items() if value is not None]
+    lines += ["#SBATCH --exclusive"] if cluster.exclusive else []
     lines.append("#SBATCH --requeue" if cluster.requeue else "#SBATCH --no-requeue")
     return lines + [f"#SBATCH {option}" for option in cluster.extra_sbatch]
 
@@ -93,31 +106,30 @@ def _in_directive(value: str) -> str:
     return '"' + value.replace('"', '\\"') + '"' if any(letter in value for letter in " \t'\"#;") else value
 
 
-def _array(name: str, values: Sequence[str], *, indent: str) -> list[str]:
-    if not values:
-        return [f"{indent}{name}=()"]
-    return [f"{indent}{name}=(", *(f"{indent}    {shlex.quote(value)}" for value in values), f"{indent})"]
-
-
 def _runs(job: Job) -> list[str]:
-    """The run folder and overrides, of the one run or of this task of the array."""
-
-    def of(run: JobRun, indent: str) -> list[str]:
-        overrides = [*run.overrides, f"run.dir={hydra_quoted(str(run.folder))}"]
-        return [f"{indent}run_dir={shlex.quote(str(run.folder))}", *_array("overrides", overrides, indent=indent)]
-
+    """The run folder, of the one run or of this task of the array."""
     if not job.is_array:
-        return of(job.runs[0], "")
+        return [f"run_dir={shlex.quote(str(job.runs[0].folder))}"]
     lines = ['case "$SLURM_ARRAY_TASK_ID" in']
-    for number, run in enumerate(job.runs):
-        lines += [f"{number})", *of(run, "    "), "    ;;"]
+    lines += [f"{number}) run_dir={shlex.quote(str(run.folder))} ;;" for number, run in enumerate(job.runs)]
     return [*lines, "esac"]
 
 
-def own_mounts(*folders: Path) -> list[str]:
-    """Folders that a container needs, under their own names; those inside of others come with them."""
-    outer = [one for one in dict.fromkeys(folders) if not any(other in one.parents for other in folders)]
-    return [f"{folder}:{folder}" for folder in outer]
+def own_mounts(*folders: Path, given: Sequence[str] = ()) -> list[str]:
+    """Folders that a container needs, under their own names; those inside of others come with them.
+
+    A folder that is a link, or lies behind one, is mounted where it really is too: inside, the link leads there.
+
+    Args:
+        folders: absolute.
+        given: the user's mounts, as host:container; what they show under its own name is not mounted again.
+    """
+    wanted = dict.fromkeys(path for folder in folders for path in (folder, Path(os.path.realpath(folder))))
+    shown = [
+        Path(host) for host, _, container in (one.partition(":") for one in given) if container.split(":")[0] == host
+    ]
+    outer = [one for one in wanted if not any(other in one.parents for other in wanted)]
+    return [f"{one}:{one}" for one in outer if not any(other in (one, *one.parents) for other in shown)]
 
 
 def _container(job: Job) -> tuple[list[str], list[str]]:
@@ -125,7 +137,8 @@ def _container(job: Job) -> tuple[list[str], list[str]]:
     cluster = job.cluster
     if cluster.container_image is None:
         return [], []
-    mounts = own_mounts(job.directory, *(run.folder for run in job.runs)) + list(cluster.mounts)
+    folders = (job.directory, *(run.folder for run in job.runs), *job.data_folders)
+    mounts = own_mounts(*folders, given=cluster.mounts) + list(cluster.mounts)
     if cluster.container_runtime == "pyxis":
         return [
             f"--container-image={cluster.container_image}",
@@ -140,12 +153,18 @@ def render_script(job: Job) -> str:
     """The text of the script."""
     cluster = job.cluster
     srun_options, before_python = _container(job)
-    set_up = [*cluster.setup, *(f"export {name}={shlex.quote(str(value))}" for name, value in cluster.env.items())]
+    modules = [f"module load {shlex.join(cluster.modules)}"] if cluster.modules else []
+    set_up = [
+        *modules,
+        *cluster.setup,
+        *(f"export {name}={shlex.quote(str(value))}" for name, value in cluster.env.items()),
+    ]
     step = [
         # srun does not take it from sbatch
         *([] if cluster.cpus_per_task is None else [f"    --cpus-per-task={cluster.cpus_per_task} \\"]),
         *(f"    {shlex.quote(option)} \\" for option in srun_options),
-        f'    {" ".join([*map(shlex.quote, before_python), job.python])} -m megaasync.pretrain "${{overrides[@]}}"',
+        f"    {' '.join([*map(shlex.quote, before_python), job.python])} -m megaasync.pretrain "
+        f'{FLAG} "$run_dir/config.yaml" "${{again[@]}}"',
     ]
     lines = [
         "#!/bin/bash",
@@ -153,8 +172,9 @@ def render_script(job: Job) -> str:
         f"# Submit it again, from anywhere: sbatch {shlex.quote(str(job.folder / 'job.sbatch'))}",
         *_directives(job),
         "",
-        *(["# Set-up and environment of the job (cluster.setup, cluster.env)", *set_up, ""] if set_up else []),
-        "# What is run" + (", by the number in the array" if job.is_array else ""),
+        *(["# Set-up and environment of the job (cluster.modules, .setup, .env)", *set_up, ""] if set_up else []),
+        *_secret_lines(cluster),
+        f"# What is run: its config.yaml{', by the number in the array' if job.is_array else ''}",
         *_runs(job),
         "",
         "# Where the ranks meet: on the first node, at a free port that is not in the ephemeral range",
@@ -174,10 +194,25 @@ def render_script(job: Job) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _secret_lines(cluster: SlurmCluster) -> list[str]:
+    if not cluster.secrets:
+        return []
+    return [
+        "# Secrets are in no file: sbatch hands on the environment that it is called in",
+        f"for name in {shlex.join(cluster.secrets)}; do",
+        '    [ -n "${!name}" ] && continue',
+        '    echo "error: $name is not set where sbatch was called; export it there" >&2',
+        "    exit 2",
+        "done",
+        "",
+    ]
+
+
 def _step_lines(job: Job, step: list[str]) -> list[str]:
     again = [
         "# Queued or started again, the run goes on from its own newest checkpoint, whatever it was begun from",
-        "goes_on() { overrides+=(checkpoint.resume=auto); }",
+        "again=()",
+        "goes_on() { again=(checkpoint.resume=auto); }",
         'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then goes_on; fi',
         "",
     ]
@@ -194,11 +229,20 @@ def _step_lines(job: Job, step: list[str]) -> list[str]:
     return [
         *again,
         "# The ranks, one per task. A rank that fails ends the others; then all start again from the last checkpoint,",
-        f"# at most {job.max_restarts} times (run.max_restarts): not after wrong input, a stop, or numbers gone bad.",
-        f"for attempt in $(seq 0 {job.max_restarts}); do",
-        '    if [ "$attempt" -gt 0 ]; then goes_on; fi',
+        f"# at most {job.max_restarts} times (run.max_restarts) without a newer checkpoint between, after a pause that",
+        "# doubles: not after wrong input, a stop, or numbers gone bad.",
+        'newest() { ls -d "$run_dir"/checkpoints/step_*/COMPLETE.json 2>/dev/null | tail -n 1; }',
+        "restarts=0 before=$(newest)",
+        "while true; do",
         *(f"    {line}" for line in srun),
         f'    if [ "$status" -eq 0 ] || [ "$verdict" = final ] || [ -e "$run_dir/{REQUEUE}" ]; then break; fi',
+        "    now=$(newest)",
+        '    if [ "$now" != "$before" ]; then restarts=0 before=$now; fi',
+        f'    if [ "$restarts" -ge {job.max_restarts} ]; then break; fi',
+        "    pause=$((2 ** restarts < 60 ? 2 ** restarts : 60)) restarts=$((restarts + 1))",
+        f'    echo "restart $restarts of {job.max_restarts} since the last progress, in $pause s"',
+        '    sleep "$pause"',
+        "    goes_on",
         "done",
     ]
 

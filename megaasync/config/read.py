@@ -10,11 +10,33 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megaasync.config.schema import ConfigError
 
+# what other frameworks call our keys
+_OTHER_WORDS = {
+    "learning_rate": "lr", "max_lr": "lr", "wd": "weight_decay", "batch_size": "global_batch_size",
+    "max_steps": "steps", "num_steps": "steps", "train_iters": "steps", "iterations": "steps", "seq_len": "seq_length",
+    "sequence_length": "seq_length", "max_seq_len": "seq_length", "n_layers": "num_layers", "layers": "num_layers",
+    "hidden_dim": "hidden_size", "d_model": "hidden_size", "heads": "num_heads", "n_heads": "num_heads",
+    "tp": "tensor", "pp": "pipeline", "ep": "expert", "dp": "data", "tensor_parallel": "tensor",
+    "pipeline_parallel": "pipeline", "expert_parallel": "expert", "data_parallel": "data", "precision": "dtype",
+    "grad_clip": "clip_grad_norm", "clip_grad": "clip_grad_norm", "max_grad_norm": "clip_grad_norm",
+    "save_interval": "interval", "gpus": "gpus_per_node", "time_limit": "time", "walltime": "time",
+    "image": "container_image", "vocabulary": "vocab_size", "blend": "path", "tokenizer_path": "tokenizer",
+}  # fmt: skip
+
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """`; did you mean X?`, or the empty string if nothing is near."""
     choices = list(choices)
-    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    group, _, last = word.rpartition(".")
+    meant = _OTHER_WORDS.get(last.lower())
+    if meant is not None and (f"{group}.{meant}" if group else meant) in choices:
+        return f"; did you mean {group}.{meant}?" if group else f"; did you mean {meant}?"
+    same = [choice for choice in choices if choice.lower() == word.lower()]
+    if same:
+        return f"; did you mean {same[0]}?"
+    siblings = {choice.rpartition(".")[2]: choice for choice in choices if choice.rpartition(".")[0] == group}
+    near = [siblings[one] for one in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
+    near = near or difflib.get_close_matches(word, choices, n=1, cutoff=0.8)
     # a key without its group, as lr for optimizer.lr
     near = near or [choice for choice in choices if choice.rpartition(".")[2] == word]
     return f"; did you mean {near[0]}?" if near else ""
@@ -98,7 +120,8 @@ def _read_value(annotation: Any, value: Any, key: str) -> Any:
         if items[-1] is Ellipsis and isinstance(value, list | tuple):
             items = items[:1] * len(value)
         elif items[-1] is Ellipsis:
-            raise ConfigError(f"{key}={value!r}: expected a list, as in {key}=[2,1]")
+            example = f'\'{key}=["a","b"]\'' if items[0] is str else f"{key}=[2,1]"
+            raise ConfigError(f"{key}={value!r}: expected a list, as in {example}")
         if not isinstance(value, list | tuple) or len(value) != len(items):
             raise ConfigError(f"{key}={value!r}: expected a list of {len(items)} values, as in {key}=[0.9,0.95]")
         return tuple(

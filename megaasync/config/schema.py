@@ -536,19 +536,26 @@ class SlurmCluster:
     Attributes:
         nodes, gpus_per_node, gpu_memory_gib, gpu_tflops, network_gbytes: as of `local`; without GPUs null.
         tasks_per_node: ranks on each node; null takes gpus_per_node.
+        gpus_per_task: one GPU bound to each rank, in the place of gpus_per_node's for the node.
         cpus_per_task: cores of each rank; null leaves that to the cluster.
-        partition, account, qos, constraint, exclude, reservation: as sbatch's; null leaves them out.
+        partition, account, qos, constraint, exclude, reservation, mem, gres, comment, mail_type, mail_user, dependency,
+            nice, wckey: as sbatch's; null leaves them out. A gres with GPUs takes the place of gpus_per_node's request.
+        job_name: null takes the run folder's.
+        exclusive: whole nodes.
         time: in any form that sbatch takes, as 90 (minutes), 24:00:00 or 2-12 (days-hours); null is the partition's.
         signal_seconds: before the time limit, when the ranks are told to save and the job is queued again.
         requeue: queue the job again at its time limit and when a node fails; it goes on from its last checkpoint.
         container_image: an image to run in; null for none.
         container_runtime: `pyxis` (srun --container-image) or `apptainer`.
         mounts: of the container, as host:container; the working folder and the run folder are added.
-        env: environment variables, set as they are.
-        setup: lines of shell before the job's steps, as `module load cuda`.
+        env: environment variables, set as they are. Secrets among them move to `secrets`.
+        secrets: names of variables that the job takes from the environment that it is submitted from.
+        modules: of `module load`, before setup.
+        setup: lines of shell before the job's steps.
         extra_sbatch: further options of sbatch, as --gres=gpu:h200:8.
         python: command that runs Python; null takes the launcher's own, or `python` in a container.
         submit: false only writes the job.
+        check_files: look for tokens, tokenizer and checkpoint on this host before submitting.
         preflight: look at all nodes before the first step.
     """
 
@@ -559,7 +566,11 @@ class SlurmCluster:
     gpu_tflops: float | None
     network_gbytes: float | None
     tasks_per_node: int | None
+    gpus_per_task: int | None
     cpus_per_task: int | None
+    job_name: str | None
+    mem: str | None
+    gres: str | None
     partition: str | None
     account: str | None
     qos: str | None
@@ -567,16 +578,26 @@ class SlurmCluster:
     exclude: str | None
     reservation: str | None
     time: str | None
+    comment: str | None
+    mail_type: str | None
+    mail_user: str | None
+    dependency: str | None
+    exclusive: bool
+    nice: int | None
+    wckey: str | None
     signal_seconds: int
     requeue: bool
     container_image: str | None
     container_runtime: Literal["pyxis", "apptainer"]
     mounts: tuple[str, ...]
     env: dict[str, str]
+    secrets: tuple[str, ...]
+    modules: tuple[str, ...]
     setup: tuple[str, ...]
     extra_sbatch: tuple[str, ...]
     python: str | None
     submit: bool
+    check_files: bool
     preflight: bool
 
     @property
@@ -593,8 +614,10 @@ class DockerCluster:
         nodes, gpus_per_node, gpu_memory_gib, gpu_tflops, network_gbytes: as of `local`; nodes must be 1.
         container_image: image to run, as `docker build -t` named it.
         mounts: as host:container; the working folder and the run folder are added.
-        env: environment variables, set as they are.
+        env: environment variables, set as they are. Secrets among them move to `secrets`.
+        secrets: names of variables that the container takes from the environment that it is started from.
         submit: false only writes the command.
+        check_files: look for tokens, tokenizer and checkpoint on this host before the start.
     """
 
     name: Literal["docker"]
@@ -606,7 +629,9 @@ class DockerCluster:
     container_image: str
     mounts: tuple[str, ...]
     env: dict[str, str]
+    secrets: tuple[str, ...]
     submit: bool
+    check_files: bool
 
     @property
     def ranks_per_node(self) -> int | None:

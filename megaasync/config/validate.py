@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import PurePath
 
 from megaasync.config.pipeline import phases_of
@@ -333,6 +334,8 @@ def check_cluster(config: TrainConfig) -> None:
             f"{layout.tensor}) x expert({layout.expert}) x pipeline({layout.pipeline}) x data({layout.data}) = "
             f"{layout.world_size} ranks; set parallel.data=auto or degrees that multiply to the cluster's"
         )
+    if isinstance(cluster, SlurmCluster | DockerCluster):
+        _check_lines(cluster)
     if isinstance(cluster, SlurmCluster):
         _check_slurm(config, cluster)
     if isinstance(cluster, SlurmCluster | DockerCluster):
@@ -350,7 +353,7 @@ def _check_slurm(config: TrainConfig, cluster: SlurmCluster) -> None:
             f"cluster.tasks_per_node={cluster.tasks_per_node}: every rank needs a GPU of its own, but "
             f"cluster.gpus_per_node={cluster.gpus_per_node}; set it to null for ranks without GPUs"
         )
-    for name in ("tasks_per_node", "cpus_per_task"):
+    for name in ("tasks_per_node", "cpus_per_task", "gpus_per_task"):
         _at_least(f"cluster.{name}", getattr(cluster, name), 1)
     _at_least("cluster.signal_seconds", cluster.signal_seconds, 1)
     limit = None if cluster.time is None else _limit_of(cluster.time)
@@ -364,9 +367,7 @@ def _check_slurm(config: TrainConfig, cluster: SlurmCluster) -> None:
             "cluster.requeue=true: the job goes on from a checkpoint, but checkpoint.interval=null makes none; set "
             "checkpoint.interval, or cluster.requeue=false"
         )
-    for line in cluster.extra_sbatch:
-        if not re.fullmatch(r"--?[A-Za-z][^\n]*", line):
-            raise ConfigError(f"cluster.extra_sbatch: {line!r} is no option of sbatch; give one as in --gres=gpu:8")
+    _check_extra_sbatch(cluster)
 
 
 _TIME = re.compile(r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}")
@@ -398,6 +399,50 @@ def _limit_of(time: str) -> int | None:
     return _seconds(time)
 
 
+# options of sbatch that the script has already, and the key behind each; None where there is no choice
+_OWN_OPTIONS: dict[str, str | None] = {
+    **{name: name.replace("-", "_") for name in (
+        "job-name", "nodes", "gpus-per-node", "gpus-per-task", "gres", "mem", "cpus-per-task", "time", "partition",
+        "account", "qos", "constraint", "exclude", "reservation", "comment", "mail-type", "mail-user", "dependency",
+        "nice", "wckey", "exclusive", "requeue",
+    )},
+    "ntasks-per-node": "tasks_per_node", "no-requeue": "requeue", "signal": "signal_seconds",
+    "array": None, "chdir": None, "output": None, "open-mode": None, "ntasks": None, "export": None,
+}  # fmt: skip
+_SHORT_OPTIONS = {
+    "J": "job-name", "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "p": "partition", "A": "account",
+    "q": "qos", "C": "constraint", "x": "exclude", "d": "dependency", "a": "array", "D": "chdir", "o": "output",
+}  # fmt: skip
+
+
+def _check_extra_sbatch(cluster: SlurmCluster) -> None:
+    for line in cluster.extra_sbatch:
+        match = re.fullmatch(r"--([a-z][a-z-]*)([= ].*)?|-([A-Za-z])(.*)", line)
+        if match is None:
+            raise ConfigError(
+                f"cluster.extra_sbatch: {line!r} is no option of sbatch; give options as in "
+                """'cluster.extra_sbatch=["--switches=1","--mcs-label=x"]'"""
+            )
+        option = match.group(1) or _SHORT_OPTIONS.get(match.group(3), match.group(3))
+        if option in _OWN_OPTIONS:
+            key = _OWN_OPTIONS[option]
+            remedy = "leave it out, the script needs its own" if key is None else f"set cluster.{key} instead"
+            raise ConfigError(f"cluster.extra_sbatch: {line!r} would stand beside the script's --{option}; {remedy}")
+
+
+def _check_lines(cluster: SlurmCluster | DockerCluster) -> None:
+    """Nothing that is written into a script spans lines: the rest of it would be commands."""
+    for field in fields(cluster):
+        value = getattr(cluster, field.name)
+        several = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple) else ()
+        for name, text in [("", value), *((f".{name}", one) for name, one in several)]:
+            if isinstance(text, str) and ("\n" in text or "\r" in text):
+                raise ConfigError(
+                    f"cluster.{field.name}{name}={text!r}: holds a line break, which no script of a job can; write "
+                    "one line, or several entries of a list"
+                )
+
+
 def _seconds(time: str) -> int:
     """Of a time as sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
     days, dash, rest = time.rpartition("-")
@@ -414,8 +459,11 @@ def _seconds(time: str) -> int:
 def _check_container(cluster: SlurmCluster | DockerCluster) -> None:
     for mount in cluster.mounts:
         if not re.fullmatch(r"[^:,]+:[^:,]+(:[a-z,]+)?", mount):
-            raise ConfigError(f"cluster.mounts: {mount!r} cannot be read; give host:container, as in [/data:/data]")
-    for name in cluster.env:
+            raise ConfigError(
+                f"cluster.mounts: {mount!r} cannot be read; give host:container, as in "
+                """'cluster.mounts=["/data:/data"]'"""
+            )
+    for name in (*cluster.env, *cluster.secrets):
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(f"cluster.env.{name}: is no name of an environment variable; use letters, digits and _")
     if cluster.name == "docker" and cluster.nodes != 1:
@@ -447,7 +495,9 @@ def check_data(config: TrainConfig) -> None:
         and PurePath(data.path).suffix in (".txt", ".jsonl", ".json", ".parquet")
     ):
         raise ConfigError(f"data.split={data.split}: local files have only the split train; set data.split=train")
-    if data.name in ("indexed", "hf") and not data.path:
+    # on a cluster that is only planned for, the plan comes first; `megaasync.launch` asks for the path then
+    is_planned = config.dry_run or config.cluster.name != "local"
+    if data.name in ("indexed", "hf") and not data.path and not is_planned:
         raise ConfigError(f"data.path is empty: data={data.name} needs to know what to read; set data.path=...")
 
 

@@ -1,7 +1,7 @@
 """What the launcher says in environment variables; the one place that reads them. Imports no torch."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,6 +134,11 @@ def prepare_cuda() -> None:
     another rank, and wait for each other.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+def variables() -> MutableMapping[str, str]:
+    """This process's environment, as those it starts get it."""
+    return os.environ
 
 
 def default_cache() -> Path:

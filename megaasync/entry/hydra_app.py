@@ -3,15 +3,18 @@
 Behind this file nobody knows that Hydra exists: the task gets a plain dict.
 """
 
+import json
 import os
 import re
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import hydra
 import yaml
@@ -20,28 +23,18 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megaasync.cluster.script import hydra_quoted
 from megaasync.config import ConfigError, TrainConfig, did_you_mean, dotted_keys, listed
+from megaasync.config.secrets import is_secret, redacted, take_secrets
+from megaasync.distributed.environment import variables
 from megaasync.entry.console import tolerate_console
+from megaasync.entry.help import answer_questions, config_folder, groups
 from megaasync.entry.text_values import quoted_override, read_text_as_written, yaml_mistake
+from megaasync.observe.run_files import write_json
 
 CONFIG_ERROR_STATUS = 2
 INTERRUPTED_STATUS = 130
 _SWEEPS = ("-m", "--multirun")
-
-
-def config_folder() -> Path:
-    """The Hydra configs: beside the package in a checkout, inside it when installed."""
-    package = Path(__file__).resolve().parent.parent
-    inside = package / "hydra_configs"
-    return inside if inside.is_dir() else package.parent / "hydra_configs"
-
-
-def _groups() -> dict[str, list[str]]:
-    return {
-        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
-        for folder in config_folder().iterdir()
-        if folder.is_dir() and any(folder.glob("*.yaml"))
-    }
 
 
 SHOW_KEYS = "python -m megaasync.pretrain --cfg job shows all keys"
@@ -52,6 +45,19 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _where_it_is(key: str) -> str:
+    """Which choices of a group have a key."""
+    group = key.partition(".")[0]
+    names = [
+        get_args(get_type_hints(option)["name"])[0]
+        for option in get_args(get_type_hints(TrainConfig)[group])
+        if is_dataclass(option) and key.partition(".")[2].partition(".")[0] in get_type_hints(option)
+    ]
+    if not names:
+        return "; its group is null here"
+    return f", but of {group}={listed(names)}; set {group}={names[0]} to use it"
 
 
 def explain(error: BaseException, *, show_keys: str = SHOW_KEYS) -> str:
@@ -66,16 +72,19 @@ def explain(error: BaseException, *, show_keys: str = SHOW_KEYS) -> str:
         return yaml_mistake(mistake)
     if match := re.search(r"Could not find '([\w/]+)/([^'\n]*)'", text):
         group, choice = match.groups()
-        choices = _groups().get(group, [])
+        choices = groups().get(group, [])
         near = did_you_mean(choice, choices)
         return f"{group}={choice}: unknown {group}{near}; choose {listed(choices) if choices else '(none)'}"
     if match := re.search(r"full_key: (\S+)", text) or re.search(r"Could not override '([^'\n]+)'", text):
         key = match.group(1)
         known = dotted_keys(TrainConfig)
         if key in known:
-            return f"{key}: cannot be set with these choices; its group is null or of another kind here"
-        near = did_you_mean(key, known) or did_you_mean(key, _groups())
-        return f"{key}: unknown key{near}; {show_keys}"
+            return f"{key}: is no key of what is chosen here{_where_it_is(key)}"
+        near = did_you_mean(key, known) or ("" if "." in key else did_you_mean(key, groups()))
+        group = key.partition(".")[0]
+        beside = sorted(one.partition(".")[2] for one in known if one.startswith(f"{group}.") and one.count(".") == 1)
+        there = f"; {group} has {listed(beside)}" if beside and not near else ""
+        return f"{key}: unknown key{near}{there}; {show_keys}"
     match = re.search(r"(?:parsing override|override) '([^'\n]*)'", text)
     override = getattr(error, "override", None) or (match.group(1) if match else None)
     if override is not None:
@@ -88,19 +97,20 @@ def explain(error: BaseException, *, show_keys: str = SHOW_KEYS) -> str:
         return f"{match.group(1)}: several values make a sweep; add -m, or quote one value that holds a comma"
     if "Config group override must be" in text:
         empty = [a.partition("=")[0] for a in sys.argv[1:] if a.endswith("=null")]
-        group = next((name for name in empty if name in _groups()), "group")
-        return f"{group}=null: a choice is needed; choose {listed(_groups().get(group, ['one']))}"
+        group = next((name for name in empty if name in groups()), "group")
+        return f"{group}=null: a choice is needed; choose {listed(groups().get(group, ['one']))}"
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     return f"config: {first}; python -m megaasync.pretrain --help shows groups and keys"
 
 
 def fail(message: str, *, status: int) -> None:
-    """Say it and leave.
+    """Say it, without secrets, and leave. What was asked for, as an interrupt, is no error.
 
     Raises:
         SystemExit: always.
     """
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    prefix = "" if status == INTERRUPTED_STATUS else "error: "
+    print(prefix + redacted(message, variables()), file=sys.stderr, flush=True)
     raise SystemExit(status)
 
 
@@ -133,75 +143,172 @@ class _Stop(KeyboardInterrupt):
     """
 
 
-def run_app(task: Callable[[dict[str, Any]], None]) -> None:
+class RunStopped(SystemExit):
+    """A run of a sweep ended early by itself, as at its time limit: the others go on."""
+
+
+def _note_secrets(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Arguments without the values of secrets, which go into the environment; and the secrets' names."""
+    kept, names = [], []
+    for argument in arguments:
+        match = re.fullmatch(r"\+{0,2}cluster\.env\.([A-Za-z_]\w*)=(.*)", argument, re.DOTALL)
+        if match is None or not is_secret(match.group(1)):
+            kept.append(argument)
+            continue
+        variables()[match.group(1)] = match.group(2).strip("\"'")
+        names.append(match.group(1))
+    return kept, names
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What Hydra calls for every config, here or in a process of one of its launchers: it must survive pickling.
+
+    Attributes:
+        task: gets the plain config.
+        secrets: names that the command line gave.
+        records: folder for what became of the runs of a sweep; None outside of one.
+    """
+
+    task: Callable[[dict[str, Any]], None]
+    secrets: tuple[str, ...]
+    records: Path | None
+
+    def __call__(self, config: DictConfig) -> None:
+        """Run one config; a run of a sweep that fails leaves a record and does not cost the others."""
+        if self.records is None:
+            self._run(config, {})
+            return
+        number, facts = HydraConfig.get().job.num, {}
+        status = 1
+        try:
+            self._run(config, facts)
+            status = 0
+        except RunStopped as end:
+            status = end.code
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
+            if status not in (1, CONFIG_ERROR_STATUS):
+                raise
+        finally:
+            record = {"number": number, "overrides": list(HydraConfig.get().overrides.task), "status": status, **facts}
+            self.records.mkdir(parents=True, exist_ok=True)
+            write_json(self.records / f"{number}.json", record)
+
+    def _run(self, config: DictConfig, facts: dict[str, Any]) -> None:
+        plain: dict[str, Any] = {}
+        try:
+            plain = _plain(config)
+            cluster = plain.get("cluster")
+            if self.secrets and isinstance(cluster, dict):
+                cluster["secrets"] = [*(cluster.get("secrets") or []), *self.secrets]
+            variables().update(take_secrets(plain, variables()))
+            number, run = sweep_number(), plain.get("run")
+            if number is not None and isinstance(run, dict) and isinstance(run.get("dir"), str):
+                run["dir"] = str(Path(run["dir"]) / str(number))
+        except ConfigError as error:
+            fail(str(error), status=CONFIG_ERROR_STATUS)
+        try:
+            self.task(plain)
+        except Exception:  # a fault of ours, not of Hydra's or the user's
+            traceback.print_exc()
+            raise SystemExit(1) from None
+        finally:
+            run = plain.get("run")
+            facts["folder"] = run.get("dir") if isinstance(run, dict) else None
+
+
+def _records_folder(arguments: Sequence[str]) -> Path:
+    """Where a sweep keeps its launcher's logs and what became of its runs: below run.dir, else beside the runs."""
+    given = [one.partition("=")[2] for one in arguments if one.startswith("hydra.sweep.dir=")]
+    wanted = [one.partition("=")[2].strip("\"'") for one in arguments if one.startswith("run.dir=")]
+    if given:
+        return Path(given[-1])
+    if wanted and "," not in wanted[-1]:
+        return Path(wanted[-1]).expanduser() / "sweep"
+    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}-sweep"
+
+
+def _end_sweep(records: Path, *, task_is_collected: bool) -> None:
+    """Print what became of the runs of a sweep.
+
+    Raises:
+        SystemExit: a run failed, or left no record because its process died.
+    """
+    found = [json.loads(path.read_text()) for path in records.glob("[0-9]*.json")]
+    rows = sorted(found, key=lambda row: row["number"])
+    missing = sorted(set(range(max((row["number"] for row in rows), default=-1) + 1)) - {row["number"] for row in rows})
+    failed = [row for row in rows if row["status"] in (1, CONFIG_ERROR_STATUS)]
+    if not task_is_collected:
+        for row in rows:
+            loss = _validation_loss(row.get("folder"))
+            status = "failed" if row in failed else "stopped" if row["status"] else "done"
+            values = " ".join(row["overrides"])
+            print(f"{row['number']:>4}  {status:7}  validation loss {loss:8}  {row.get('folder')}  {values}")
+    if failed or missing:
+        names = [f"{row['number']} ({' '.join(row['overrides'])})" for row in failed]
+        names += [f"{number} (its process died; logs are in {records})" for number in missing]
+        fail("these runs of the sweep failed: " + ", ".join(names), status=failed[0]["status"] if failed else 1)
+
+
+def _validation_loss(folder: str | None) -> str:
+    try:
+        loss = json.loads((Path(folder or "") / "summary.json").read_text()).get("val_loss")
+    except (OSError, ValueError, AttributeError):
+        return "-"
+    return f"{loss:.4f}" if isinstance(loss, float) else "-"
+
+
+def run_app(task: Callable[[dict[str, Any]], None], *, name: str = "pretrain", collects: bool = False) -> None:
     """Compose the config from the command line and call `task(config)` with a plain dict, once per sweep job.
 
     In a sweep with `run.dir` set, job n gets the folder run.dir/n. A run that fails does not cost the others: the
-    sweep goes on, and its end says which ones failed.
+    sweep goes on, its end says which ones failed, and fails too. Hydra's launchers may run jobs in other processes.
+
+    Args:
+        task: importable by name.
+        name: of the command, for --help.
+        collects: the task only gathers the configs; the sweep itself has nothing to tell.
 
     Raises:
         SystemExit: status 2 for a wrong config, or what the task decides.
     """
     tolerate_console()
-    failed: list[tuple[str, int]] = []
     interrupts: list[int] = []
 
     def on_interrupt(number: int, *_: object) -> None:
         interrupts.append(number)
         raise _Stop
 
-    def job(config: DictConfig) -> None:
-        if HydraConfig.get().mode != RunMode.MULTIRUN:
-            run_one(config)
-            return
-        try:
-            run_one(config)
-        except SystemExit as end:
-            if end.code not in (1, CONFIG_ERROR_STATUS):
-                raise
-            number = HydraConfig.get().job.num
-            failed.append((f"{number} ({' '.join(HydraConfig.get().overrides.task)})", end.code))
-
-    def run_one(config: DictConfig) -> None:
-        try:
-            plain = _plain(config)
-            number = sweep_number()
-            run = plain.get("run")
-            if number is not None and isinstance(run, dict) and isinstance(run.get("dir"), str):
-                run["dir"] = str(Path(run["dir"]) / str(number))
-        except ConfigError as error:
-            fail(str(error), status=CONFIG_ERROR_STATUS)
-        try:
-            task(plain)
-        except Exception:  # a fault of ours, not of Hydra's or the user's
-            traceback.print_exc()
-            raise SystemExit(1) from None
-
+    answer_questions(sys.argv[1:], name=name)
     is_sweep = any(argument in _SWEEPS for argument in sys.argv)
+    sys.argv[1:], secrets = _note_secrets(sys.argv[1:])
+    sys.argv[1:] = [quoted_override(argument) for argument in sys.argv[1:]]
     # Hydra takes its flags before all overrides or after them, not between
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _SWEEPS)
     # Without this Hydra prints its own message and a stack trace hint; with it we get the exception.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     read_text_as_written()
-    sys.argv[1:] = [quoted_override(argument) for argument in sys.argv[1:]]
-    app = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="pretrain")(job)
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
-                signal.signal(number, on_interrupt)
-        if not is_sweep:
+    with tempfile.TemporaryDirectory() as scratch:
+        records = None
+        if is_sweep:
+            records = Path(scratch) if collects else _records_folder(sys.argv[1:]).absolute()
+            if not any(one.startswith("hydra.sweep.dir=") for one in sys.argv):
+                sys.argv.append(f"hydra.sweep.dir={hydra_quoted(str(records))}")
+        job = _Job(task, tuple(secrets), records)
+        app = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="pretrain")(job.__call__)
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
+                    signal.signal(number, on_interrupt)
             app()
-        else:  # Hydra writes its own record of a sweep; every run has its config.yaml
-            with tempfile.TemporaryDirectory() as scratch:
-                sys.argv.append(f"hydra.sweep.dir={scratch}")
-                app()
-    except KeyboardInterrupt:
-        fail("interrupted", status=INTERRUPTED_STATUS)
-    except Exception as error:
-        if interrupts:  # OmegaConf turns an interrupt inside it into an error of its own
+        except KeyboardInterrupt:
             fail("interrupted", status=INTERRUPTED_STATUS)
-        if "debug=true" in sys.argv:
-            traceback.print_exc()
-        fail(explain(error), status=CONFIG_ERROR_STATUS)
-    if failed:
-        fail("these runs of the sweep failed: " + ", ".join(name for name, _ in failed), status=failed[0][1])
+        except Exception as error:
+            if interrupts:  # OmegaConf turns an interrupt inside it into an error of its own
+                fail("interrupted", status=INTERRUPTED_STATUS)
+            if "debug=true" in sys.argv:
+                traceback.print_exc()
+            fail(explain(error), status=CONFIG_ERROR_STATUS)
+        if records is not None and records.exists():
+            _end_sweep(records, task_is_collected=collects)

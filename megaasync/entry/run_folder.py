@@ -12,8 +12,9 @@ import yaml
 
 from megaasync.checkpoint.folders import checkpoints_in, look_at, mark_of, newest, read_meta, remove_leftovers
 from megaasync.checkpoint.run_lock import lock_folder, wait_for_ranks
-from megaasync.checkpoint.settings import check_settings, first_difference
+from megaasync.checkpoint.settings import check_settings
 from megaasync.config import ConfigError, TrainConfig
+from megaasync.config.identity import first_difference
 from megaasync.data.identity import Identity, check_identity
 from megaasync.observe.run_files import read_metrics
 

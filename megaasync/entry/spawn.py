@@ -1,6 +1,7 @@
 """Ranks on this host, from a fork server that has torch loaded: the first one costs an import, the others nothing."""
 
 import ctypes
+import multiprocessing
 import os
 import shutil
 import signal
@@ -139,6 +140,9 @@ def _start_fork_server() -> ForkServerContext:
     The mask is inherited by the server at its start. The resource tracker is started first because its start unblocks
     signals.
     """
+    if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
+        # a launcher of Hydra's runs us in a process of its own kind, which plain ones cannot be told to be
+        multiprocessing.set_start_method("forkserver", force=True)
     context = get_context("forkserver")
     context.set_forkserver_preload([_PRELOAD])
     resource_tracker.ensure_running()

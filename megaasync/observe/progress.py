@@ -14,8 +14,8 @@ _FEWEST_SECONDS = 1.0  # of training, before the time that is left is estimated
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    if hours >= 100:
-        return f"{hours // 24}d{hours % 24:02}h"
+    if hours >= 10:
+        return f"{hours // 24}d{hours % 24:02}h" if hours >= 100 else f"{hours}h{minutes:02}m"
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 

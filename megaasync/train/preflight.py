@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from megaasync.cluster.record import code_hash, config_hash
+from megaasync.checkpoint.folders import checkpoints_in
+from megaasync.cluster.record import code_hash
+from megaasync.config.identity import config_hash
 from megaasync.config.schema import ConfigError, TrainConfig
 from megaasync.distributed.environment import RankEnvironment
 
@@ -227,7 +229,7 @@ def preflight(
         all_to_all,
     )
     found: list[Any] = [None] * environment.world_size
-    dist.all_gather_object(found, (mine, len(list(folder.glob("checkpoints/step_*")))))
+    dist.all_gather_object(found, (mine, sum(one.is_complete for one in checkpoints_in(folder / "checkpoints"))))
     # what is there is what rank 0 sees: all ranks must come to the same judgement, whatever their file caches hold
     facts, kept = [one for one, _ in found], found[0][1]
     new = max(config.checkpoint.keep + 1 - kept, 1) if config.checkpoint.interval is not None else 0

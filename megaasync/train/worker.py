@@ -17,7 +17,7 @@ from megaasync.checkpoint.folders import read_meta
 from megaasync.checkpoint.rollback import go_back
 from megaasync.checkpoint.run_lock import join_folder
 from megaasync.cluster.record import LAUNCH_RECORD
-from megaasync.config.schema import ConfigError, SlurmCluster, TrainConfig
+from megaasync.config.schema import ConfigError, DockerCluster, SlurmCluster, TrainConfig
 from megaasync.data.identity import samples_of
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
@@ -106,7 +106,8 @@ def run_rank(
         completed or interrupted.
     """
     # a node that has lost its GPUs must not quietly go on without
-    wants_gpu = isinstance(config.cluster, SlurmCluster) and config.cluster.gpus_per_node and config.device == "auto"
+    on_cluster = isinstance(config.cluster, SlurmCluster | DockerCluster)
+    wants_gpu = on_cluster and config.cluster.gpus_per_node and config.device == "auto"
     device = choose_device("cuda" if wants_gpu else config.device, local_rank=environment.local_rank)
     join_group(environment, device=device, timeout=timedelta(seconds=config.parallel.timeout_seconds))
     folder, resume, identity = _as_rank_0_says((folder, resume, prepared.identity))

@@ -278,7 +278,7 @@ def test_a_signal_ends_all_ranks_with_the_folder_whole(tmp_path, long_run, numbe
     _, err = process.communicate(timeout=30)
     assert time.monotonic() - start < 10
     assert process.returncode == 130, err
-    assert err.strip().splitlines() == [f"error: interrupted; the run folder is {tmp_path / 'run'}"]
+    assert err.strip().splitlines() == [f"interrupted; the run folder is {tmp_path / 'run'}"]
     result = summary(tmp_path / "run")
     rows = metrics(tmp_path / "run")
     assert result["status"] == "interrupted"
@@ -316,7 +316,7 @@ def test_a_signal_during_start_up_leaves_nothing(tmp_path, long_run, delay, numb
     os.killpg(process.pid, number)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    assert err.strip().splitlines()[-1].startswith("error: interrupted")
+    assert err.strip().splitlines()[-1].startswith("interrupted")
     assert "Traceback" not in err
     left = {path.name for path in (tmp_path / "run").glob("*")} if (tmp_path / "run").exists() else set()
     assert not left or "summary.json" in left

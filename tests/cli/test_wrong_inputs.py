@@ -20,7 +20,7 @@ CONFIG_ERRORS = [
     (["train.steps=many"], ["train.steps='many'", "whole number"]),
     (["train.steps=-5"], ["train.steps=-5", "at least 1"]),
     (["optimizer.betas=0.9"], ["optimizer.betas=0.9", "[0.9,0.95]"]),
-    (["optimizer=sgd", "optimizer.gamma=0.9"], ["optimizer.gamma", "cannot be set with these choices"]),
+    (["optimizer=sgd", "optimizer.gamma=0.9"], ["optimizer.gamma", "of optimizer=mars; set optimizer=mars"]),
     (["train.dtype=float16"], ["train.dtype=float16", "bfloat16"]),
     (["train.global_batch_size=15"], ["train.global_batch_size=15", "multiple of", "=16"]),
     (

@@ -1,5 +1,6 @@
 """The batch script, run by bash as it is, with an srun that writes down what it was given."""
 
+import hashlib
 import json
 import os
 import re
@@ -17,23 +18,18 @@ from megaasync.cluster.script import Job, JobRun, hydra_quoted, render_script
 from megaasync.cluster.submit import submit
 from megaasync.config import ConfigError, read
 from megaasync.config.schema import DockerCluster, SlurmCluster
+from tests.entry.test_text_values import SLURM as ANY_SLURM
 from tests.support.cli import REPOSITORY, environment
 from tests.support.configs import small_config
 
-PLAIN = {
-    "name": "slurm", "nodes": 1, "gpus_per_node": None, "gpu_memory_gib": None, "gpu_tflops": None,
-    "network_gbytes": None, "tasks_per_node": 2, "cpus_per_task": None, "partition": None, "account": None,
-    "qos": None, "constraint": None, "exclude": None, "reservation": None, "time": None, "signal_seconds": 120,
-    "requeue": True, "container_image": None, "container_runtime": "pyxis", "mounts": [], "env": {}, "setup": [],
-    "extra_sbatch": [], "python": None, "submit": True, "preflight": True,
-}  # fmt: skip
+PLAIN = {**ANY_SLURM, "tasks_per_node": 2, "requeue": True}
 
 SRUN = f"""#!{sys.executable}
 import json, os, pathlib, sys
 calls = pathlib.Path(os.environ["CALLS"])
 with calls.open("a") as file:
     file.write(json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ)}}) + "\\n")
-run = pathlib.Path(next(one for one in sys.argv if one.startswith("run.dir=")).split('"')[1])
+run = pathlib.Path(sys.argv[sys.argv.index("--run-config") + 1]).parent
 if (calls.parent / "marks").exists():
     (run / ".requeue").touch()
 statuses = os.environ.get("STATUSES", "0").split(",")
@@ -53,14 +49,15 @@ def cluster_of(**changes):
     return read(SlurmCluster, {**PLAIN, **changes}, "cluster")
 
 
-def job_of(folder, *overrides, max_restarts=0, runs=None, **changes):
+def job_of(folder, max_restarts=0, runs=None, data_folders=(), **changes):
     return Job(
         name="name",
         cluster=cluster_of(**changes),
-        runs=runs or (JobRun(folder, overrides),),
+        runs=runs or (JobRun(folder),),
         folder=folder,
         directory=folder,
         python="python",
+        data_folders=data_folders,
         max_restarts=max_restarts,
         made="Written by a test.",
     )
@@ -74,7 +71,8 @@ def run_script(job, tmp_path, **env):
     (stubs / "scontrol").write_text(
         '#!/bin/sh\necho "$@" >> "$CALLS.scontrol"\n[ "$1" = show ] && echo n0 && echo n1\ntrue\n'
     )
-    for name in ("srun", "scontrol"):
+    (stubs / "sleep").write_text('#!/bin/sh\necho "$1" >> "$CALLS.sleep"\n')
+    for name in ("srun", "scontrol", "sleep"):
         (stubs / name).chmod(0o755)
     script = tmp_path / "job.sbatch"
     script.write_text(render_script(job))
@@ -126,19 +124,16 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES)
 def test_values_reach_the_job_unchanged(tmp_path, value):
-    """As an override, as a word that Hydra reads back, as an environment variable, as a folder's name."""
+    """As a word that Hydra reads back, as an environment variable, as a folder's name."""
     folder = tmp_path / value.strip().replace("/", "")
     folder.mkdir()
-    override = f"data.path={hydra_quoted(value)}"
-    _, calls, _ = run_script(job_of(folder, override, value, env={"VALUE": value}), tmp_path)
+    _, calls, _ = run_script(job_of(folder, env={"VALUE": value}), tmp_path)
     (call,) = calls
-    sent = call["argv"]
-    assert sent[:3] == ["--kill-on-bad-exit=1", "python", "-m"]
-    assert sent[3:6] == ["megaasync.pretrain", override, value]
+    config = str(folder / "config.yaml")
+    assert call["argv"] == ["--kill-on-bad-exit=1", "python", "-m", "megaasync.pretrain", "--run-config", config]
     assert call["env"]["VALUE"] == value
-    parser = OverridesParser.create()
-    assert str(parser.parse_override(sent[4]).value()) == value.replace("${", "\\${")  # OmegaConf takes that away
-    assert str(parser.parse_override(sent[6]).value()) == str(folder).replace("${", "\\${")
+    parsed = OverridesParser.create().parse_override(f"data.path={hydra_quoted(value)}")
+    assert str(parsed.value()) == value.replace("${", "\\${")  # OmegaConf takes that away
 
 
 def test_odd_values_reach_the_config(tmp_path):
@@ -203,11 +198,13 @@ def test_a_failed_step_is_tried_again_within_the_job(tmp_path, statuses, ended, 
     found, calls, _ = run_script(job_of(tmp_path, max_restarts=2), tmp_path, STATUSES=statuses, **env)
     assert (found, len(calls)) == (status, tries)
     assert [call["argv"][-1] == "checkpoint.resume=auto" for call in calls] == [False, True, True][:tries]
+    pauses = tmp_path / "calls.sleep"
+    assert (pauses.read_text().split() if pauses.exists() else []) == ["1", "2"][: tries - 1]
 
 
 def test_a_job_that_was_queued_again_goes_on_from_its_own_checkpoint(tmp_path):
-    job = job_of(tmp_path, "checkpoint.resume=/elsewhere/step_00000100")
-    assert run_script(job, tmp_path)[1][0]["argv"][-1].startswith("run.dir=")
+    job = job_of(tmp_path)
+    assert run_script(job, tmp_path)[1][0]["argv"][-1].endswith("config.yaml")
     assert run_script(job, tmp_path, SLURM_RESTART_COUNT="1")[1][0]["argv"][-1] == "checkpoint.resume=auto"
 
 
@@ -228,7 +225,7 @@ def test_an_old_mark_does_not_queue_a_failed_job_again(tmp_path):
 
 def test_a_task_of_an_array_queues_itself_again_and_not_the_others(tmp_path):
     (tmp_path / "marks").touch()
-    runs = tuple(JobRun(tmp_path / str(n), ()) for n in range(3))
+    runs = tuple(JobRun(tmp_path / str(n)) for n in range(3))
     for run in runs:
         run.folder.mkdir()
     env = {"SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "43"}
@@ -237,19 +234,21 @@ def test_a_task_of_an_array_queues_itself_again_and_not_the_others(tmp_path):
 
 
 def test_an_array_takes_the_run_of_its_number(tmp_path):
-    runs = tuple(JobRun(tmp_path / str(n), (f"optimizer.lr=0.{n}",)) for n in range(3))
+    runs = tuple(JobRun(tmp_path / str(n)) for n in range(3))
     job = job_of(tmp_path, runs=runs)
     assert "#SBATCH --array=0-2\n" in render_script(job) and "slurm-%A_%a.log" in render_script(job)
     for number in range(3):
         _, (call,), _ = run_script(job, tmp_path, SLURM_ARRAY_TASK_ID=str(number))
-        assert call["argv"][-2:] == [f"optimizer.lr=0.{number}", f'run.dir="{tmp_path / str(number)}"']
+        assert call["argv"][-2:] == ["--run-config", str(tmp_path / str(number) / "config.yaml")]
 
 
 def test_directives_say_what_the_config_says(tmp_path):
     changes = {
         "nodes": 3, "gpus_per_node": 8, "tasks_per_node": None, "cpus_per_task": 6, "partition": "big", "account": "me",
         "qos": "high", "constraint": "h200&ib", "exclude": "n[01-02]", "reservation": "mine", "time": "1-00:00:00",
-        "signal_seconds": 300, "extra_sbatch": ["--gres=nvme:1", "-C x"],
+        "signal_seconds": 300, "extra_sbatch": ["--switches=1", "--mcs-label=x"], "modules": ["gcc/13", "nccl"],
+        "job_name": "mine", "mem": "480G", "gres": "nvme:1", "comment": "a b", "mail_type": "END,FAIL",
+        "mail_user": "me@here", "dependency": "afterok:7", "exclusive": True, "nice": 10, "wckey": "w",
         "setup": ["module load cuda/13", "ulimit -c 0"],
     }  # fmt: skip
     folder = tmp_path / "with blank"
@@ -257,11 +256,16 @@ def test_directives_say_what_the_config_says(tmp_path):
     for line in (
         "--nodes=3", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=6", "--partition=big",
         "--account=me", "--qos=high", "--constraint=h200&ib", "--exclude=n[01-02]", "--reservation=mine",
-        "--time=1-00:00:00", "--signal=USR1@300", "--requeue", "--open-mode=append", "--gres=nvme:1", "-C x",
+        "--time=1-00:00:00", "--signal=USR1@300", "--requeue", "--open-mode=append", "--gres=nvme:1", "--switches=1",
+        "--mcs-label=x", "--job-name=mine", "--mem=480G", '--comment="a b"', "--mail-type=END,FAIL",
+        "--mail-user=me@here", "--dependency=afterok:7", "--exclusive", "--nice=10", "--wckey=w",
         f'--output="{folder}/slurm-%j.log"', f'--chdir="{folder}"',
     ):  # fmt: skip
         assert f"#SBATCH {line}\n" in text, line
-    assert text.index("module load cuda/13\nulimit -c 0\n") < text.index("srun")
+    assert text.index("module load gcc/13 nccl\nmodule load cuda/13\nulimit -c 0\n") < text.index("srun")
+    for changed in ({"gres": "gpu:h200:8"}, {"gpus_per_task": 1}):
+        text = render_script(job_of(folder, **{**changes, **changed}))
+        assert "--gpus-per-node" not in text and f"--{next(iter(changed)).replace('_', '-')}=" in text
     assert max(map(len, text.splitlines())) < 200 + len(str(folder))
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 
@@ -286,18 +290,20 @@ def test_docker_runs_the_same_on_its_own_host(tmp_path):
     plain = {
         "name": "docker", "nodes": 1, "gpus_per_node": 8, "gpu_memory_gib": None, "gpu_tflops": None,
         "network_gbytes": None, "container_image": "m:1", "mounts": ["/data:/data"], "env": {"A": "b c"},
-        "submit": False,
+        "submit": False, "secrets": ["WANDB_API_KEY"], "check_files": True,
     }  # fmt: skip
-    run = JobRun(
-        tmp_path / "run", ("cluster=docker", "cluster.container_image=m:1", "train.steps=3", "+cluster.env.A=x")
-    )
-    command = docker_command(read(DockerCluster, plain, "cluster"), run, directory=tmp_path)
+    command = docker_command(read(DockerCluster, plain, "cluster"), JobRun(tmp_path / "run"), directory=tmp_path)
     assert command[:5] == ["docker", "run", "--rm", "--gpus", "all"]
     assert "A=b c" in command and [one for one in command if ":/" in one] == [f"{tmp_path}:{tmp_path}", "/data:/data"]
     assert command[command.index("m:1") :] == [
-        "m:1", "python", "-m", "megaasync.pretrain", "train.steps=3", "cluster=local", "cluster.gpus_per_node=8",
-        f'run.dir="{tmp_path}/run"',
+        "m:1", "python", "-m", "megaasync.pretrain", "--run-config", str(tmp_path / "run/config.yaml")
     ]  # fmt: skip
+    assert "WANDB_API_KEY" in command and not any("WANDB_API_KEY=" in word for word in command)
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-cache"
+    command = docker_command(
+        read(DockerCluster, plain, "cluster"), JobRun(tmp_path), directory=tmp_path, data_folders=[elsewhere]
+    )
+    assert f"{elsewhere}:{elsewhere}" in command
 
 
 WRONG = [
@@ -315,7 +321,14 @@ WRONG = [
     ({"mounts": ["/a,b:/c"]}, "cluster.mounts: '/a,b:/c' cannot be read"),
     ({"env": {"A-B": "c"}}, "cluster.env.A-B: is no name"),
     ({"extra_sbatch": ["gres=gpu"]}, "cluster.extra_sbatch: 'gres=gpu' is no option"),
-    ({"extra_sbatch": ["--a\nrm -rf"]}, "cluster.extra_sbatch: "),
+    ({"extra_sbatch": ["--a\nrm -rf"]}, "cluster.extra_sbatch.0=.*holds a line break"),
+    ({"extra_sbatch": ["--nodes=4"]}, "cluster.extra_sbatch: '--nodes=4' .*; set cluster.nodes instead"),
+    ({"extra_sbatch": ["-t 10"]}, "'-t 10' would stand beside the script's --time; set cluster.time instead"),
+    ({"extra_sbatch": ["--output=x"]}, "'--output=x' .*; leave it out"),
+    ({"setup": ["a", "module load\nrm -rf"]}, "cluster.setup.1=.*holds a line break"),
+    ({"env": {"A": "b\nc"}}, "cluster.env.A=.*holds a line break"),
+    ({"partition": "a\nb"}, "cluster.partition=.*holds a line break"),
+    ({"mounts": "x"}, "cluster.mounts='x': expected a list, as in 'cluster.mounts=\\[\"a\",\"b\"\\]'"),
 ]
 
 
@@ -350,13 +363,17 @@ def test_launch_writes_a_job_and_says_how_to_submit_it(tmp_path):
     done = launch(*SLURM, "cluster.submit=false", "run.dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "run"
-    assert {path.name for path in folder.iterdir()} == {"config.yaml", "environment.json", "job.sbatch", "plan.json"}
-    assert "stage 1" in done.stdout and f"sbatch {folder / 'job.sbatch'}" in done.stdout
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml", "environment.json", "job.sbatch", "plan.json", "overrides.txt"
+    }  # fmt: skip
+    assert "memory     per rank" in done.stdout and f"sbatch {folder / 'job.sbatch'}" in done.stdout
     record = json.loads((folder / "environment.json").read_text())
     assert record["packages"]["torch"] and re.fullmatch("[0-9a-f]{16}", record["code_hash"])
     assert re.fullmatch("[0-9a-f]{40}", record["git_commit"] or "0" * 40)
     text = (folder / "job.sbatch").read_text()
-    assert "cluster.submit" not in text and text.count("run.dir=") == 1
+    assert "parallel.pipeline" not in text and "--run-config" in text
+    assert (folder / "overrides.txt").read_text().splitlines() == SLURM
+    assert record["config_sha256"] == hashlib.sha256((folder / "config.yaml").read_bytes()).hexdigest()
 
 
 def test_launch_without_slurm_or_with_a_refusal_says_so(tmp_path, monkeypatch):
@@ -369,8 +386,11 @@ def test_launch_without_slurm_or_with_a_refusal_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ConfigError, match="invalid partition specified: big; change the cluster"):
         submit(tmp_path / "job.sbatch")
-    stub.write_text("#!/bin/sh\necho Submitted batch job 77\n")
+    stub.write_text('#!/bin/sh\n[ "$1" = --test-only ] && exit 0\necho "77;cluster"\n')
     assert submit(tmp_path / "job.sbatch") == 77
+    stub.write_text('#!/bin/sh\n[ "$1" = --test-only ] && echo "job violates its limits" >&2 && exit 1\necho 77\n')
+    with pytest.raises(ConfigError, match="job violates its limits"):
+        submit(tmp_path / "job.sbatch")
 
 
 @pytest.mark.parametrize(
@@ -399,7 +419,7 @@ def test_the_page_shows_the_script_as_it_is_written(tmp_path):
     page = (REPOSITORY / "docs" / "cluster.md").read_text()
     command = page.split("The job. `cluster.submit=false`")[1].split("```bash\n")[1].split("```")[0]
     words = shlex.split(command.replace("\\\n", " "))
-    done = launch(*words[3:], "cluster.submit=false", cwd=tmp_path)
+    done = launch(*words[3:], "cluster.submit=false", "cluster.check_files=false", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     written = (tmp_path / "runs" / "moe10b" / "job.sbatch").read_text().replace(str(tmp_path), "/shared/me")
     shown = page.split("## The script that it writes")[1].split("```bash\n")[1].split("```")[0]

@@ -23,7 +23,7 @@ def test_an_interrupt_inside_an_exec_keeps_the_status(tmp_path):
     (tmp_path / "app.py").write_text(_APP)
     ended = subprocess.run([sys.executable, "-m", "app"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 130, ended.stderr
-    assert ended.stderr.splitlines()[-1] == "error: interrupted"
+    assert ended.stderr.splitlines()[-1] == "interrupted"
 
 
 _SPAWN = """

@@ -79,10 +79,14 @@ def test_the_schema_says_what_is_text():
 
 SLURM = {
     "name": "slurm", "nodes": 1, "gpus_per_node": None, "gpu_memory_gib": None, "gpu_tflops": None,
-    "network_gbytes": None, "tasks_per_node": 1, "cpus_per_task": None, "partition": None, "account": None,
-    "qos": None, "constraint": None, "exclude": None, "reservation": None, "time": None, "signal_seconds": 120,
-    "requeue": False, "container_image": None, "container_runtime": "pyxis", "mounts": [], "env": {}, "setup": [],
-    "extra_sbatch": [], "python": None, "submit": True, "preflight": True,
+    "network_gbytes": None, "tasks_per_node": 1, "requeue": False, "signal_seconds": 120, "container_image": None,
+    "container_runtime": "pyxis", "python": None, "submit": True, "preflight": True, "check_files": True,
+    "exclusive": False, "env": {},
+    "mounts": [], "setup": [], "extra_sbatch": [], "secrets": [], "modules": [],
+    **dict.fromkeys(
+        ("gpus_per_task", "cpus_per_task", "job_name", "mem", "gres", "partition", "account", "qos", "constraint",
+         "exclude", "reservation", "time", "comment", "mail_type", "mail_user", "dependency", "nice", "wckey")
+    ),
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ FLOOR = {
     "cluster": 2,
     "pretrain": 9,
     "launch": 10,
+    "__main__": 11,
 }
 
 
@@ -200,4 +201,4 @@ def test_environment_variables_are_read_in_one_place():
         )
     }
     # hydra_app only sets a variable of Hydra's own
-    assert readers == {"distributed/environment.py", "entry/hydra_app.py"}
+    assert readers == {"distributed/environment.py", "entry/hydra_app.py"}, readers

@@ -18,7 +18,7 @@ def test_the_live_line_fits_80_columns(left, rate):
     line = render_live_line(ROW, steps=95368, rate=rate, seconds=12.3456, seconds_left=left)
     assert len(line) <= 79
     if left is not None:
-        assert line.endswith({5.0: "left 0:05", 36_000.0: "left 10:00:00", 9e6: "left 104d04h"}[left])
+        assert line.endswith({5.0: "left 0:05", 36_000.0: "left 10h00m", 9e6: "left 104d04h"}[left])
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaasync.cluster.record import code_hash, config_hash
+from megaasync.checkpoint import folders
+from megaasync.cluster.record import code_hash
+from megaasync.config.identity import config_hash
 from megaasync.distributed import TransportError
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
@@ -142,6 +144,14 @@ def test_a_changed_code_stops_a_new_run_and_is_told_of_in_one_that_goes_on(tmp_p
     with pytest.raises(RankFailed, match="code hash .*, not the launch's old"):
         spawn_ranks(flying_rank, (config, plain, tmp_path, launched, None), world_size=2)
     (tmp_path / "checkpoints" / "step_00000005").mkdir(parents=True)
+    with pytest.raises(RankFailed, match="code hash"):  # a save that did not finish is nothing to go on from
+        spawn_ranks(flying_rank, (config, plain, tmp_path, launched, None), world_size=2)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / folders.META).write_text('{"step": 5}')
+    folders.finish(
+        whole, tmp_path / "checkpoints" / "step_00000005", {folders.META: folders.checksum(whole / folders.META)}
+    )
     lines = spawn_ranks(flying_rank, (config, plain, tmp_path, launched, None), world_size=2)[0]
     assert lines[-1] == "preflight  the code changed since the launch"
 

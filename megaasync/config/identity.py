@@ -1,0 +1,43 @@
+"""What of a config decides a run's numbers, as against where it runs and what it writes down."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# groups and keys that may differ between two starts of the same run; everything else decides its numbers
+_NOT_DECISIVE = ("run", "cluster", "logging", "checkpoint", "debug", "dry_run")
+_NOT_DECISIVE_OF = {"train": ("time_limit",), "parallel": ("timeout_seconds",), "data": ("cache_dir",)}
+
+
+def without(group: Any, names: Sequence[str]) -> Any:
+    """A group of keys less some of them; what is no group stays as it is."""
+    return {key: value for key, value in group.items() if key not in names} if isinstance(group, Mapping) else group
+
+
+def decisive(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a config decides a run's numbers."""
+    return {
+        group: without(value, _NOT_DECISIVE_OF.get(group, ()))
+        for group, value in plain.items()
+        if group not in _NOT_DECISIVE
+    }
+
+
+def config_hash(plain: Mapping[str, Any]) -> str:
+    """Of what a run computes; not of where it runs."""
+    return hashlib.sha256(json.dumps(decisive(plain), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first setting that decides numbers and differs between two configs, with both values; None if none does."""
+
+    def compare(key: str, then: Any, here: Any) -> str | None:
+        if isinstance(then, Mapping) and isinstance(here, Mapping):
+            names = sorted({*then, *here}, key=str)
+            found = (compare(f"{key}.{name}" if key else str(name), then.get(name), here.get(name)) for name in names)
+            return next((one for one in found if one), None)
+        then, here = (list(one) if isinstance(one, tuple) else one for one in (then, here))
+        return None if then == here else f"{key}={here}, begun with {key}={then}"
+
+    return compare("", decisive(before), decisive(now))

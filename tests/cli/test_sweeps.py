@@ -1,0 +1,108 @@
+"""Sweeps, as Hydra's users run them: here, or in other processes by a launcher; and what the command line answers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megaasync.config import TrainConfig
+from megaasync.entry.help import render_help
+from tests.support.cli import TINY, environment, pretrain, summary
+
+SWEEP = ["-m", *TINY, "model.num_layers=1", "train.steps=2", "checkpoint.interval=null", "run.dir=sweep"]
+LAUNCHERS = {
+    "basic": [],
+    "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+    "submitit": ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"],
+}
+
+
+@pytest.mark.parametrize("launcher", ["basic", "joblib", pytest.param("submitit", marks=pytest.mark.slow("cluster"))])
+def test_four_jobs_of_which_one_fails(tmp_path, launcher):
+    """The others are done, the command fails, a line for each says what became of it; logs stay."""
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher}_launcher") if launcher != "basic" else None
+    lrs = "optimizer.lr=0.001,-1,0.002,0.003"
+    ran = pretrain(*SWEEP, lrs, "parallel.pipeline=1", *LAUNCHERS[launcher], cwd=tmp_path, timeout=300)
+    assert ran.status == 2, ran.out + ran.err
+    assert "these runs of the sweep failed: 1 (" in ran.message and "optimizer.lr=-1" in ran.message
+    for number in (0, 2, 3):
+        assert summary(tmp_path / "sweep" / str(number))["status"] == "completed"
+    table = [line.split() for line in ran.out.splitlines() if line.split()[1:2] in (["done"], ["failed"])]
+    assert [(row[0], row[1]) for row in table] == [("0", "done"), ("1", "failed"), ("2", "done"), ("3", "done")]
+    records = [json.loads(path.read_text()) for path in sorted((tmp_path / "sweep/sweep").glob("[0-9].json"))]
+    assert [record["status"] for record in records] == [0, 2, 0, 0]
+    assert records[2]["folder"] == str(tmp_path / "sweep/2") and "optimizer.lr=0.002" in records[2]["overrides"]
+
+
+@pytest.mark.slow("cluster")
+def test_ranks_of_a_job_in_another_process_start(tmp_path):
+    """Two ranks each: nothing that they need lives in __main__."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    two = ["parallel.pipeline=2", "model.num_layers=2", "train.seed=1,2,3,4"]
+    ran = pretrain(*SWEEP, *two, *LAUNCHERS["joblib"], cwd=tmp_path, timeout=300)
+    assert ran.status == 0, ran.out + ran.err
+    assert all(summary(tmp_path / "sweep" / str(n))["status"] == "completed" for n in range(4))
+
+
+def test_a_run_that_ends_by_its_time_limit_does_not_end_the_sweep(tmp_path):
+    ran = pretrain(*SWEEP, "train.steps=1000000", "train.time_limit=4", "train.seed=1,2", cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    assert [summary(tmp_path / "sweep" / n)["status"] for n in "01"] == ["interrupted"] * 2
+    assert ran.out.count(" stopped ") == 2 and "error" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("optimizer.learning_rate=1", ["did you mean optimizer.lr"]),
+        ("optimizer=adamW", ["did you mean adamw"]),
+        ("cluster.mem=480G", ["cluster.mem", "of cluster=slurm", "set cluster=slurm"]),
+        ("data.blend=x", ["data.blend: unknown key", "did you mean data.path"]),
+        ("train.max_steps=3", ["did you mean train.steps"]),
+        ("parallel.tp=2", ["did you mean parallel.tensor"]),
+        ("correction.strength=1", ["of correction=taylor"]),
+        ("data.shards=3", ["data.shards: unknown key", "data has", "cache_dir"]),
+    ],
+)
+def test_suggestions_help(tmp_path, argument, words):
+    ran = pretrain(argument, cwd=tmp_path)
+    assert ran.status == 2 and all(word in ran.message for word in words), ran.err
+
+
+def test_help_explains_every_key():
+    for choices in ([], ["cluster=docker", "data=hf", "correction=taylor", "model=tiny_dense"], ["data=indexed"]):
+        page = render_help(choices, name="pretrain")
+        rows = [line for line in page.split("what they mean:")[1].split("Examples")[0].splitlines() if line.strip()]
+        heads = [line for line in rows if line.startswith("  ") and line[2] != " "]
+        assert len(heads) > 60
+        silent = [line.split()[0] for line in heads if len(line.split(None, 2)) < 3 or not line[60:].strip(" .)")]
+        assert silent == []
+        assert max(map(len, page.splitlines())) <= 118
+    for name in ("pretrain", "launch"):
+        for optimizer in ("sgd", "adamw", "nadam", "muon", "soap", "adan", "lion", "mars", "normuon", "torch"):
+            assert "optimizer.lr" in render_help([f"optimizer={optimizer}"], name=name)
+    assert "Groups (group=choice):" in page and TrainConfig.__name__ not in page
+
+
+def test_version_and_what_there_is(tmp_path):
+    assert pretrain("--version", cwd=tmp_path).out.startswith("megaasync 0.")
+    ran = subprocess.run(
+        [sys.executable, "-m", "megaasync"], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert ran.returncode == 0 and "python -m megaasync.launch" in ran.stdout
+
+
+def test_ctrl_c_in_the_first_second_is_quiet(tmp_path):
+    for moment in (0.05, 0.1, 0.2, 0.4, 0.8):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megaasync.pretrain", *TINY, "train.steps=100000"], cwd=tmp_path, env=environment(),
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        time.sleep(moment)
+        os.killpg(process.pid, signal.SIGINT)
+        err = process.communicate(timeout=60)[1]
+        assert "Traceback" not in err and process.returncode in (130, -signal.SIGINT), (moment, process.returncode, err)
