@@ -184,8 +184,7 @@ def _run_here(config: TrainConfig, plain: dict[str, Any], prepared: Any, claim: 
             pause = min(2.0 ** (restart - 1), _LONGEST_PAUSE)
             where = claim.resume or "the beginning, for lack of a checkpoint"
             print(
-                f"restart {restart} of {config.run.max_restarts} since the last progress, from {where}, in "
-                f"{pause:.0f} s",
+                f"restart {restart} of {config.run.max_restarts}, from {where}, in {pause:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )

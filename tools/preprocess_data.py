@@ -9,13 +9,15 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from command_line import as_flags, check_output
 from megaasync.config import ConfigError
 from megaasync.config.schema import HfData
 from megaasync.data import DataError
-from megaasync.data.corpus import Corpus, Document, PythonStdlibCorpus, open_corpus
+from megaasync.data.corpus import Corpus, Document, PythonStdlibCorpus, is_held_out, open_corpus
 from megaasync.data.identity import file_of, write_manifest
 from megaasync.data.indexed_dataset import IndexedWriter
 from megaasync.data.prepare import say_unknown
@@ -46,6 +48,41 @@ def _corpus(arguments: argparse.Namespace) -> Corpus:
     )
 
 
+@dataclass(slots=True)
+class _Part:
+    """Documents of training or of validation, while they are written.
+
+    Attributes:
+        output: prefix of the files to be.
+        aside: prefix of the files until they are whole.
+        writer: of them.
+        documents, tokens, unknown: written so far.
+    """
+
+    output: Path
+    aside: Path
+    writer: IndexedWriter
+    documents: int = 0
+    tokens: int = 0
+    unknown: int = 0
+
+    def add(self, ids: list[int], *, unknown_id: int) -> None:
+        """Append one document."""
+        self.writer.add_document(ids)
+        self.documents += 1
+        self.tokens += len(ids)
+        self.unknown += ids.count(unknown_id)
+
+    def publish(self, tokenizer: Tokenizer) -> None:
+        """Give whole files their names, with a manifest of what they hold."""
+        command = shlex.join(sys.argv)
+        facts = {"documents": self.documents, "tokens": self.tokens, "tokenizer": tokenizer.fingerprint}
+        write_manifest(self.aside, facts={**facts, "command": command})
+        file_of(self.output, ".manifest.json").unlink(missing_ok=True)  # of the files that are replaced now
+        for suffix in _SUFFIXES:  # a reader looks for the index first
+            file_of(self.aside, suffix).rename(file_of(self.output, suffix))
+
+
 def preprocess(arguments: argparse.Namespace) -> str:
     """Write the files; returns a line that says what was written.
 
@@ -54,42 +91,49 @@ def preprocess(arguments: argparse.Namespace) -> str:
     """
     tokenizer = Tokenizer(arguments.tokenizer)
     documents = _corpus(arguments).documents()
-    output = Path(arguments.output)
-    check_output("--output", output.parent, is_folder=True)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    outputs = [Path(one) for one in (arguments.output, arguments.validation_output) if one is not None]
+    asides = [output.with_name(f".{output.name}.{os.getpid()}.partial") for output in outputs]
+    for output in outputs:
+        check_output("--output", output.parent, is_folder=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return _write(arguments, tokenizer, documents, output, aside)
+        with ExitStack() as stack:
+            parts = [
+                _Part(output, aside, stack.enter_context(IndexedWriter(aside, vocab_size=tokenizer.vocab_size)))
+                for output, aside in zip(outputs, asides, strict=True)
+            ]
+            empty = _write(arguments, tokenizer, documents, parts)
+        say_unknown(sum(part.unknown for part in parts), sum(part.tokens for part in parts), say=print)
+        written = [part for part in parts if part.documents]
+        for part in written:
+            part.publish(tokenizer)
     finally:
-        for suffix in _SUFFIXES:
-            file_of(aside, suffix).unlink(missing_ok=True)
+        for aside in asides:
+            for suffix in _SUFFIXES:
+                file_of(aside, suffix).unlink(missing_ok=True)
+    lines = [f"{one.output}.bin and .idx: {one.documents:,} documents, {one.tokens:,} tokens" for one in written]
+    return f"{'; '.join(lines)}; {empty:,} empty documents left out"
 
 
 def _write(
-    arguments: argparse.Namespace, tokenizer: Tokenizer, documents: Iterator[Document], output: Path, aside: Path
-) -> str:
-    written = empty = tokens = unknown = 0
-    with IndexedWriter(aside, vocab_size=tokenizer.vocab_size) as writer:
-        while batch := list(itertools.islice(documents, _BATCH)):
-            texts = [document.text for document in batch if document.text.strip()]
-            empty += len(batch) - len(texts)
-            for ids in tokenizer.encode_documents(texts, threads=cpu_count()):
-                writer.add_document(ids)
-                tokens += len(ids)
-                unknown += ids.count(tokenizer.unknown_id)
-            if (written + len(texts)) // _SAY_EVERY > written // _SAY_EVERY:
-                print(f"{written + len(texts):,} documents, {tokens:,} tokens", flush=True)
-            written += len(texts)
-    if written == 0:
+    arguments: argparse.Namespace, tokenizer: Tokenizer, documents: Iterator[Document], parts: list[_Part]
+) -> int:
+    """Tokenize all documents into the parts; returns how many were empty."""
+    empty = told = 0
+    while batch := list(itertools.islice(documents, _BATCH)):
+        filled = [document for document in batch if document.text.strip()]
+        empty += len(batch) - len(filled)
+        encoded = tokenizer.encode_documents([document.text for document in filled], threads=cpu_count())
+        for document, ids in zip(filled, encoded, strict=True):
+            held_out = len(parts) > 1 and is_held_out(document.key, fraction=arguments.validation_fraction)
+            parts[held_out].add(ids, unknown_id=tokenizer.unknown_id)
+        count, tokens = (sum(getattr(part, name) for part in parts) for name in ("documents", "tokens"))
+        if count // _SAY_EVERY > told:
+            told = count // _SAY_EVERY
+            print(f"{count:,} documents, {tokens:,} tokens", flush=True)
+    if parts[0].documents == 0:
         raise DataError(f"--input {arguments.input}: no document has text in it")
-    say_unknown(unknown, tokens, say=print)
-    command = shlex.join(sys.argv)
-    facts = {"documents": written, "tokens": tokens, "tokenizer": tokenizer.fingerprint, "command": command}
-    write_manifest(aside, facts=facts)
-    file_of(output, ".manifest.json").unlink(missing_ok=True)  # of the files that are replaced now
-    for suffix in _SUFFIXES:  # a reader looks for the index first
-        file_of(aside, suffix).rename(file_of(output, suffix))
-    return f"{output}.bin and .idx: {written:,} documents, {tokens:,} tokens; {empty:,} empty documents left out"
+    return empty
 
 
 def main() -> int:
@@ -98,6 +142,8 @@ def main() -> int:
     parser.add_argument("--input", required=True, help="a file, a glob, a hub name, or python_stdlib")
     parser.add_argument("--tokenizer", required=True, help="a sentencepiece model (tools/train_tokenizer.py)")
     parser.add_argument("--output", required=True, help="prefix of the .bin and .idx files")
+    parser.add_argument("--validation-output", help="prefix of files for held-out documents; none are held out without")
+    parser.add_argument("--validation-fraction", type=float, default=0.01, help="share of documents held out")
     parser.add_argument("--text-field", default="text", help="column with the text")
     parser.add_argument("--split", default="train", help="split of a hub dataset")
     parser.add_argument("--on-bad-bytes", choices=("stop", "replace"), default="stop")

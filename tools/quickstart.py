@@ -1,4 +1,4 @@
-"""The main job three times, in alternated rounds: 1f1b, 2bw, 2bw with error feedback; a table and a page compare them."""
+"""The main job three times, in rounds: 1f1b, 2bw, 2bw with error feedback; a table and a page compare them."""
 
 import json
 import subprocess

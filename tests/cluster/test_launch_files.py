@@ -12,8 +12,9 @@ import yaml
 from megaasync.cluster.script import own_mounts
 from megaasync.config import ConfigError
 from megaasync.config.secrets import is_secret, redacted, take_secrets
+from megaasync.data.indexed_dataset import IndexedDataset
 from tests.cluster.test_script import SLURM, launch
-from tests.support.cli import TINY, environment
+from tests.support.cli import REPOSITORY, TINY, environment
 
 SECRET = "s3cr3t-0123456789abcdef"
 
@@ -197,3 +198,26 @@ def test_questions_to_the_launch_are_answered(tmp_path):
     assert launch("--version", cwd=tmp_path).stdout.startswith("megaasync 0.")
     done = launch("cluster=slurm", "--cfg", "job", cwd=tmp_path)
     assert done.returncode == 0 and "signal_seconds: 120" in done.stdout
+
+
+def test_one_line_from_raw_text_to_a_job(tmp_path):
+    """The README's line, with a small vocabulary and without a cluster: the 10B plan, and files that the job reads."""
+    readme = (REPOSITORY / "README.md").read_text()
+    line = next(line for line in readme.splitlines() if line.startswith("bash scripts/launch_from_text.sh"))
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        rows = (
+            json.dumps({"text": f"{name} {n}: " + " ".join(f"word{n * k % 89}" for k in range(60))}) for n in range(300)
+        )
+        (tmp_path / f"texts/{name}.jsonl").write_text("\n".join(rows))
+    command = (
+        f"cd {tmp_path} && {line.partition('#')[0].replace('scripts/', f'{REPOSITORY}/scripts/')} cluster.submit=false"
+    )
+    done = bash(command, tmp_path, PYTHON=sys.executable, VOCAB_SIZE="600", VALIDATION="0.05")
+    assert done.returncode == 0, done.stderr
+    assert "parameters 10.1B" in done.stdout and "not submitted" in done.stdout
+    (config,) = tmp_path.glob("runs/*/config.yaml")
+    data = yaml.safe_load(config.read_text())["data"]
+    train, validation = (IndexedDataset(tmp_path / data[key]) for key in ("path", "validation_path"))
+    assert len(train) + len(validation) == 600 and 10 < len(validation) < 60
+    assert bash(command, tmp_path, PYTHON=sys.executable).returncode == 0, "what is there is used again"

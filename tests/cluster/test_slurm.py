@@ -175,3 +175,24 @@ def test_a_wrong_input_that_rank_0_alone_finds_is_the_jobs_status(tmp_path, slur
     assert slurm.wait(job) == "FAILED"
     assert slurm.state(job)["ExitCode"] == "2:0", logs(tmp_path / "run")
     assert logs(tmp_path / "run").count("holds a run already") == 1
+
+
+def test_a_job_from_a_users_own_config_folder_keeps_what_was_planned(tmp_path, slurm):
+    """Launched from another folder, its YAML edited while it waits: the job trains what was planned."""
+    conf, cwd = tmp_path / "conf", tmp_path / "elsewhere"
+    (conf / "experiment").mkdir(parents=True)
+    cwd.mkdir()
+    mine = "# @package _global_\ntrain:\n  steps: {}\ncluster:\n  time: 00:10:00\n  env:\n    OCTAL: 0123\n"
+    (conf / "experiment/mine.yaml").write_text(mine.format(12))
+    waits = """cluster.extra_sbatch=["--begin=now+20"]"""
+    out = launch(slurm, "--config-dir", "../conf", "experiment=mine", "run.dir=run", waits, cwd=cwd)
+    (conf / "experiment/mine.yaml").write_text(mine.format(5))
+    assert slurm.wait(job_of(out)) == "COMPLETED", logs(cwd / "run")
+    assert summary(cwd / "run")["steps"] == 12 and len(metrics(cwd / "run")) == 12
+    script = (cwd / "run/job.sbatch").read_text()
+    assert "#SBATCH --time=00:10:00\n" in script and "export OCTAL=0123\n" in script
+    refused = subprocess.run(
+        [sys.executable, "-m", "megaasync.launch", *CLUSTER, *RECIPE, "cluster.partition=nowhere", "run.dir=other"],
+        cwd=cwd, env=environment(SLURM_CONF=slurm.environment["SLURM_CONF"]), capture_output=True, text=True,
+    )  # fmt: skip
+    assert refused.returncode == 2 and "partition" in refused.stderr, refused.stderr

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megaasync import pretrain
+from megaasync.entry import rank
 
 _STEP = 3
 
@@ -55,16 +56,16 @@ def _plant(kind):
 
 
 def run_rank(environment, *args):
-    kind, rank = os.environ["FAULT"].split(":")
-    if environment.rank == int(rank) and not Path(os.environ["FAULT_DONE"]).exists():
+    kind, chosen = os.environ["FAULT"].split(":")
+    if environment.rank == int(chosen) and not Path(os.environ["FAULT_DONE"]).exists():
         _plant(kind)
-    return pretrain._worker_module().run_rank(environment, *args)
+    return rank.run_rank(environment, *args)
 
 
 def main():
     os.environ["FAULT"] = f"{sys.argv[1]}:{sys.argv[2]}"
     del sys.argv[1:3]
-    pretrain._run_rank = import_module("tests.support.faulty").run_rank  # by a name that ranks can import
+    pretrain.run_rank = import_module("tests.support.faulty").run_rank  # by a name that ranks can import
     pretrain.main()
 
 
