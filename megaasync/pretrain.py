@@ -297,10 +297,18 @@ def _pretrain_from_file(path: Path) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, on_interrupt)
     try:
+        environment = launched_environment()
+    except ConfigError as error:
+        fail(str(error), status=CONFIG_ERROR_STATUS)
+    try:
         plain = read_run_config(path, sys.argv[1:])
         check_secrets(plain)
     except ConfigError as error:
-        fail(str(error), status=CONFIG_ERROR_STATUS)
+        if environment is None:
+            fail(str(error), status=CONFIG_ERROR_STATUS)
+        place = {"run": {"dir": str(path.parent)}, "cluster": {"name": "slurm"}}  # where the batch script looks
+        message = "" if environment.rank else str(error)  # every rank reads the same file
+        _end_rank(message, CONFIG_ERROR_STATUS, place, None, may_go_well=False)
     except Interrupted:
         fail("interrupted", status=INTERRUPTED_STATUS)
     pretrain(plain, is_from_folder=True)

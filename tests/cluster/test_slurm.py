@@ -164,13 +164,17 @@ def test_one_run_of_an_array_is_queued_again_without_the_others(tmp_path, slurm)
     slurm("scancel", job)
 
 
-def test_a_wrong_input_that_rank_0_alone_finds_is_the_jobs_status(tmp_path, slurm):
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_wrong_input_that_rank_0_alone_finds_is_the_jobs_status(tmp_path, slurm, edited):
     """srun ends the other tasks and tells of that; it is not tried again either."""
     out = launch(slurm, "train.steps=8", "run.dir=run", "run.max_restarts=2", "cluster.submit=false", cwd=tmp_path)
     assert "not submitted" in out
     script = tmp_path / "run" / "job.sbatch"
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "start", "step": 0, "checkpoint": null}\n')
-    (tmp_path / "run" / "config.yaml").write_text("another: run\n")
+    config = tmp_path / "run" / "config.yaml"
+    if edited:  # which all ranks find
+        config.write_text(config.read_text() + "# edited\n")
+    else:
+        (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "start", "step": 0, "checkpoint": "/gone/step_1"}\n')
     job = submit(slurm, script, tmp_path)
     assert slurm.wait(job) == "FAILED"
     assert slurm.state(job)["ExitCode"] == "2:0", logs(tmp_path / "run")

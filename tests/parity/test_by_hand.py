@@ -263,6 +263,17 @@ def test_the_plans_seconds_by_hand():
     assert least < step < most
 
 
+def test_newton_schulz_seconds_by_hand():
+    """One rank and a slow device, so that nothing else counts: 4 p^2 q + 2 p^3 for each matrix and iteration."""
+    slurm = {**SLURM, "gpus_per_node": 1, "gpu_tflops": 1e-6, "network_gbytes": 10.0}
+    config = small_config("muon", model__moe=None, device="auto", cluster=slurm)
+    d, ffn, kv = config.model.hidden_size, config.model.ffn_hidden_size, 8
+    matrices = [(d, d), (d, d), (d, kv), (d, kv), (d, ffn), (d, ffn), (d, ffn)] * config.model.num_layers
+    products = sum(4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3 for m in matrices)
+    (stage,) = make_plan(config)["stages"]
+    assert stage["seconds"]["step"] == pytest.approx(5 * products / 1e6, rel=1e-6)
+
+
 def test_nadams_momenta_are_a_recurrence_and_their_product_is_torchs():
     rule = NAdam((0.9, 0.999), 1e-8, 0.004)
 
