@@ -21,7 +21,7 @@ from megaasync.config.layout import AXES
 from megaasync.data import DataError
 from megaasync.distributed import DeviceError, TransportError
 from megaasync.distributed.environment import RankEnvironment, launched_environment
-from megaasync.entry.console import tolerate_console
+from megaasync.entry.console import fail_if_unread, tolerate_console
 from megaasync.entry.file_errors import explain_file_error
 from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, INTERRUPTED_STATUS, RunStopped, fail, run_app
 from megaasync.entry.rank import run_rank
@@ -81,6 +81,7 @@ def _print_plan(config: TrainConfig) -> None:
         print(f"plan.json was not written: {explain_file_error(error)}")
         return
     print(f"plan: {folder / 'plan.json'}")
+    fail_if_unread()
 
 
 def _prepare(
@@ -95,6 +96,7 @@ def _prepare(
     label = f"{config.model.name}-{config.optimizer.name}-{config.schedule.name}"
     claim = claim_run_folder(config, plain, label=label, data=prepared.identity)
     plain["run"]["dir"] = str(claim.folder)
+    claim.owns_config = writes_config
     for note in claim.notes:
         say(note)
     try:
@@ -132,6 +134,18 @@ class _EndedItself(Interrupted):
     """The run has ended early without a signal to this process."""
 
 
+def _note_end(folder: Path, status: int, *, may_go_well: bool) -> bool:
+    """Write a rank's status down for the batch script; True on the first rank of the job that does."""
+    try:
+        with (folder / ENDED).open("x") as file:
+            file.write(f"{status} {'again' if may_go_well else 'final'}\n")
+    except FileExistsError:
+        return False
+    except OSError:
+        return True  # nobody can
+    return True
+
+
 def _end_rank(message: str, status: int, plain: dict[str, Any], claim: Claim | None, *, may_go_well: bool) -> None:
     """End one rank of a group at once: on the way out of Python its group might hang or abort when a peer is gone.
 
@@ -143,8 +157,7 @@ def _end_rank(message: str, status: int, plain: dict[str, Any], claim: Claim | N
         print(f"{prefix}{message}", file=sys.stderr)
     run, cluster = plain.get("run"), plain.get("cluster")
     if isinstance(run, dict) and isinstance(cluster, dict) and cluster.get("name") == "slurm" and run.get("dir"):
-        with suppress(OSError), (Path(run["dir"]) / ENDED).open("x") as file:
-            file.write(f"{status} {'again' if may_go_well else 'final'}\n")
+        _note_end(Path(run["dir"]), status, may_go_well=may_go_well)
     if claim is not None:
         claim.close()
     for stream in (sys.stdout, sys.stderr):
@@ -306,9 +319,9 @@ def _pretrain_from_file(path: Path) -> None:
     except ConfigError as error:
         if environment is None:
             fail(str(error), status=CONFIG_ERROR_STATUS)
-        place = {"run": {"dir": str(path.parent)}, "cluster": {"name": "slurm"}}  # where the batch script looks
-        message = "" if environment.rank else str(error)  # every rank reads the same file
-        _end_rank(message, CONFIG_ERROR_STATUS, place, None, may_go_well=False)
+        # every rank reads the same file, and srun ends the slower ones: the first one speaks
+        is_first = _note_end(path.parent, CONFIG_ERROR_STATUS, may_go_well=False)
+        _end_rank(str(error) if is_first else "", CONFIG_ERROR_STATUS, {}, None, may_go_well=False)
     except Interrupted:
         fail("interrupted", status=INTERRUPTED_STATUS)
     pretrain(plain, is_from_folder=True)

@@ -42,6 +42,7 @@ _GLOBALS = frozenset(
         ("torch.serialization", "_get_layout"),
         ("torch", "Size"),
         ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # its name on Python 3.13
         *(("torch", name) for name in _DTYPES),
     }
 )  # fmt: skip
@@ -76,6 +77,10 @@ def _whole(value: Any) -> int:
     return value
 
 
+def _fits(offset: int, size: int, length: int) -> bool:
+    return offset + size <= length
+
+
 def _file_name(value: Any) -> str:
     """A file of the checkpoint's own folder: its index leads nowhere else."""
     if not isinstance(value, str) or value != Path(value).name or not value.endswith(".distcp"):
@@ -98,8 +103,12 @@ def _from_json(content: Mapping[str, Any]) -> Metadata:
             chunks.append(ChunkStorageMetadata(offsets, sizes))
             place = _StorageInfo(_file_name(chunk["file"]), _whole(chunk["start"]), _whole(chunk["length"]))
             storage[MetadataIndex(name, offsets)] = place
-        properties = TensorProperties(dtype=_DTYPES[tensor["dtype"]])
-        tensors[name] = TensorStorageMetadata(properties, torch.Size(map(_whole, tensor["shape"])), chunks)
+        properties, shape = TensorProperties(dtype=_DTYPES[tensor["dtype"]]), torch.Size(map(_whole, tensor["shape"]))
+        if sum(chunk.sizes.numel() for chunk in chunks) != shape.numel() or not all(
+            len(chunk.offsets) == len(shape) and all(map(_fits, chunk.offsets, chunk.sizes, shape)) for chunk in chunks
+        ):
+            raise ValueError(f"the parts of {name} are not the whole of it")
+        tensors[name] = TensorStorageMetadata(properties, shape, chunks)
     return Metadata(state_dict_metadata=tensors, storage_data=storage)
 
 
@@ -145,7 +154,7 @@ class _KnownClasses(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _GLOBALS:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
-        return super().find_class(module, name)
+        return super().find_class("pathlib" if module == "pathlib._local" else module, name)
 
 
 def _read_old(path: Path) -> Metadata:

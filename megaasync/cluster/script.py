@@ -212,7 +212,7 @@ def _step_lines(job: Job, step: list[str]) -> list[str]:
     again = [
         "# Queued or started again, the run goes on from its own newest checkpoint, whatever it was begun from",
         "again=()",
-        "goes_on() { again=(checkpoint.resume=auto); }",
+        "goes_on() { again=(--goes-on); }",
         'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then goes_on; fi',
         "",
     ]

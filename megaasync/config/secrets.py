@@ -11,14 +11,21 @@ from typing import Any
 from megaasync.config.schema import ConfigError
 
 _WORDS = frozenset(
-    {"KEY", "APIKEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS"}
-)
-_SHORTEST = 6  # letters of a value that is looked for elsewhere; shorter ones stand everywhere by chance
+    {"KEY", "APIKEY", "TOKEN", "SECRET", "SECRETS", "PASS", "PASSWORD", "PASSWD", "PASSPHRASE", "PAT", "CREDENTIAL",
+     "CREDENTIALS"}
+)  # fmt: skip
+_ENDS = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|PGPASS|_PWD)$")
+_PLACES = re.compile(r"_(PATH|DIR|FILE|FOLDER|NAME|URL|ID|TYPE)$")  # say where a secret is, and not what
+_SHORTEST = 16  # letters of a value that is looked for elsewhere; shorter ones stand everywhere by chance
+_ASSIGNED = re.compile(r"\b([A-Za-z_]\w*)=(\"[^$\"]+\"|'[^']+'|[^\s$\"'][^\s$]*)")
 
 
 def is_secret(name: str) -> bool:
     """Whether a variable holds a secret, by its name: as WANDB_API_KEY does, and TOKENIZERS_PARALLELISM does not."""
-    return bool(_WORDS & set(re.split(r"[_\W]+", name.upper())))
+    upper = name.upper()
+    if _PLACES.search(upper):
+        return False
+    return bool(_WORDS & set(re.split(r"[_\W]+", upper)) or _ENDS.search(upper))
 
 
 def secret_values(environment: Mapping[str, str]) -> dict[str, str]:
@@ -64,11 +71,21 @@ def take_secrets(plain: dict[str, Any], environment: Mapping[str, str]) -> dict[
             if value is not None:
                 found[name] = str(value)
             cluster["secrets"] = [*(one for one in cluster["secrets"] or [] if one != name), name]
+        for line in cluster.get("setup") or ():
+            match = _ASSIGNED.search(str(line))
+            if match is not None and is_secret(match.group(1)):
+                name = match.group(1)
+                raise ConfigError(
+                    f"cluster.setup: gives {name} a value that would be written into files that others can read; "
+                    f"export it where you submit from, and set cluster.secrets=[{name}]"
+                )
     for name, value in secret_values({**environment, **found}).items():
         for key, text in _texts(plain, ""):
             if value in text:
+                has_list = isinstance(cluster, dict) and "secrets" in cluster
+                remedy = f"put its name into cluster.secrets=[{name}] instead" if has_list else "leave it out there"
                 raise ConfigError(
-                    f"{key}: holds the value of {name}, which would be written into files that others can read; put "
-                    f"the name into cluster.secrets=[{name}] instead, the job has its value in its environment"
+                    f"{key}: holds the value of {name}, which would be written into files that others can read; "
+                    f"{remedy}: the run has it in its environment"
                 )
     return found

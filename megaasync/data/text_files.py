@@ -8,6 +8,7 @@ import glob
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -54,13 +55,15 @@ def expand(pattern: str) -> list[Path]:
 
 def _files_below(folder: Path) -> list[Path]:
     hidden = ("_", ".")  # as Spark's _SUCCESS
-    found = [
-        _checked(path)
-        for path in sorted(folder.rglob("*"))
-        if kind_of(path) is not None
-        and not path.is_dir()
-        and not any(part.startswith(hidden) for part in path.relative_to(folder).parts)
-    ]
+    found, seen = [], set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        folders[:] = [] if real in seen else sorted(one for one in folders if not one.startswith(hidden))
+        if real not in seen:
+            files = (Path(place) / name for name in names if not name.startswith(hidden))
+            found += [_checked(path) for path in files if kind_of(path) is not None]
+        seen.add(real)
+    found.sort()
     if not found:
         raise DataError(f"data.path={folder}: no file in this folder ends in {listed(KINDS)}; give another path")
     return found

@@ -91,7 +91,12 @@ def _units(text: str) -> Iterator[str]:
     """Whole lines of a text, about `_UNIT` letters at a time."""
     lines: list[str] = []
     length = 0
-    for line in text.splitlines(keepends=True):
+    pieces = (
+        line[start : start + _UNIT]
+        for line in text.splitlines(keepends=True)
+        for start in range(0, len(line), _UNIT)  # a document may be one line
+    )
+    for line in pieces:
         lines.append(line)
         length += len(line)
         if length >= _UNIT:
@@ -129,12 +134,13 @@ def sample_texts(texts: Iterable[str], *, max_bytes: int) -> TextSample:
 
 
 def _sentences(units: Iterable[str]) -> Iterator[str]:
-    """Lines of text, newline included; long lines are cut."""
+    """Lines of text, newline included; long ones in pieces that sentencepiece takes."""
+    longest = _LONGEST_LINE // 4  # letters, of at most four bytes
     for unit in units:
         for line in unit.splitlines(keepends=True):
-            sentence = line[: _LONGEST_LINE // 4].replace("\0", "")
-            if sentence:
-                yield sentence
+            whole = line.replace("\0", "")
+            for start in range(0, len(whole), longest):
+                yield whole[start : start + longest]
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> bytes:

@@ -10,6 +10,7 @@ class TolerantStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.fault: OSError | ValueError | None = None  # why it has gone quiet
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -21,8 +22,8 @@ class TolerantStream:
         except UnicodeEncodeError:
             encoding = self._stream.encoding or "ascii"
             return self.write(text.encode(encoding, "replace").decode(encoding))
-        except (OSError, ValueError):
-            self._give_up()
+        except (OSError, ValueError) as error:
+            self._give_up(error)
             return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -34,11 +35,12 @@ class TolerantStream:
         """Flush, or do nothing."""
         try:
             self._stream.flush()
-        except (OSError, ValueError):
-            self._give_up()
+        except (OSError, ValueError) as error:
+            self._give_up(error)
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: OSError | ValueError) -> None:
         """Lead the stream to nowhere: what its buffer still holds must not fail again, at the latest at the end."""
+        self.fault = self.fault or error
         try:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -66,3 +68,18 @@ def tolerate_console() -> None:
             stream = open(descriptor, "w", closefd=False)  # noqa: SIM115 - lives as long as the process
         if not isinstance(stream, TolerantStream):
             setattr(sys, name, TolerantStream(stream))
+
+
+def fail_if_unread() -> None:
+    """After an answer that was all that was asked for: end with status 1 if it could not be written.
+
+    A reader that has seen enough, as `head` has, is no fault.
+
+    Raises:
+        SystemExit: it could not.
+    """
+    sys.stdout.flush()
+    fault = getattr(sys.stdout, "fault", None)
+    if fault is not None and not isinstance(fault, BrokenPipeError):
+        print(f"error: the output cannot be written: {fault}", file=sys.stderr)
+        raise SystemExit(1)

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 import megaasync
 from megaasync.config import TrainConfig, read
+from megaasync.entry.console import fail_if_unread
 
 _WIDTH = 118
 # keys that mean the same wherever they stand
@@ -142,7 +143,9 @@ def answer_questions(arguments: Sequence[str], *, name: str) -> None:
     """
     if "--version" in arguments:
         print(f"megaasync {megaasync.__version__}")
+        fail_if_unread()
         sys.exit(0)
     if any(one in ("--help", "-h") for one in arguments):
         print(render_help(arguments, name=name))
+        fail_if_unread()
         sys.exit(0)

@@ -19,6 +19,8 @@ from typing import Any, get_args, get_type_hints
 import hydra
 import yaml
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -27,7 +29,7 @@ from megaasync.cluster.script import hydra_quoted
 from megaasync.config import ConfigError, TrainConfig, did_you_mean, dotted_keys, listed
 from megaasync.config.secrets import is_secret, redacted, take_secrets
 from megaasync.distributed.environment import variables
-from megaasync.entry.console import tolerate_console
+from megaasync.entry.console import fail_if_unread, tolerate_console
 from megaasync.entry.help import answer_questions, config_folder, groups
 from megaasync.entry.text_values import quoted_override, read_text_as_written, yaml_mistake
 from megaasync.observe.run_files import write_json
@@ -35,6 +37,10 @@ from megaasync.observe.run_files import write_json
 CONFIG_ERROR_STATUS = 2
 INTERRUPTED_STATUS = 130
 _SWEEPS = ("-m", "--multirun")
+_WITH_VALUE = frozenset(
+    {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p",
+     "--experimental-rerun"}
+)  # fmt: skip
 
 
 SHOW_KEYS = "python -m megaasync.pretrain --cfg job shows all keys"
@@ -126,7 +132,7 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 def current_overrides() -> tuple[str, ...]:
     """Of the run whose config was composed last, as the user typed them; in a sweep with the values of this run."""
-    return tuple(HydraConfig.get().overrides.task)
+    return tuple(redacted(one, variables()) for one in HydraConfig.get().overrides.task)
 
 
 def sweep_number() -> int | None:
@@ -147,16 +153,38 @@ class RunStopped(SystemExit):
     """A run of a sweep ended early by itself, as at its time limit: the others go on."""
 
 
+def _given(argument: str) -> Any:
+    """The value of an override, as Hydra and OmegaConf make it; None for null."""
+    override = OverridesParser.create().parse_override(argument)
+    value = override.value()
+    return OmegaConf.to_container(OmegaConf.create({"it": value}), resolve=True)["it"]
+
+
 def _note_secrets(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Arguments without the values of secrets, which go into the environment; and the secrets' names."""
     kept, names = [], []
     for argument in arguments:
-        match = re.fullmatch(r"\+{0,2}cluster\.env\.([A-Za-z_]\w*)=(.*)", argument, re.DOTALL)
-        if match is None or not is_secret(match.group(1)):
+        key, equals, _ = argument.partition("=")
+        plain_key = key.lstrip("+")
+        name = plain_key.removeprefix("cluster.env.")
+        if not equals or not (plain_key == "cluster.env" or (name != plain_key and is_secret(name))):
             kept.append(argument)
             continue
-        variables()[match.group(1)] = match.group(2).strip("\"'")
-        names.append(match.group(1))
+        try:
+            value = _given(argument)
+        except (HydraException, OmegaConfBaseException):
+            kept.append(argument)  # Hydra says what is wrong with it
+            continue
+        found = {name: value} if plain_key != "cluster.env" else value if isinstance(value, dict) else {}
+        secrets = {str(one): text for one, text in found.items() if is_secret(str(one))}
+        names += secrets
+        variables().update({one: str(text) for one, text in secrets.items() if text is not None})
+        rest = {one: text for one, text in found.items() if str(one) not in secrets}
+        if plain_key == "cluster.env" and not secrets:
+            kept.append(argument)
+        elif rest:
+            texts = ",".join(f"{one}:{hydra_quoted(str(text))}" for one, text in rest.items())
+            kept.append(f"{key}={{{texts}}}")
     return kept, names
 
 
@@ -191,7 +219,7 @@ class _Job:
             if status not in (1, CONFIG_ERROR_STATUS):
                 raise
         finally:
-            record = {"number": number, "overrides": list(HydraConfig.get().overrides.task), "status": status, **facts}
+            record = {"number": number, "overrides": list(current_overrides()), "status": status, **facts}
             self.records.mkdir(parents=True, exist_ok=True)
             write_json(self.records / f"{number}.json", record)
 
@@ -216,6 +244,20 @@ class _Job:
         finally:
             run = plain.get("run")
             facts["folder"] = run.get("dir") if isinstance(run, dict) else None
+
+
+def _flags_first(arguments: Sequence[str]) -> list[str]:
+    """Flags before overrides, each with its value: Hydra takes them before all overrides or after them, not between."""
+    flags, overrides = [], []
+    words = iter(arguments)
+    for word in words:
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        flags.append(word)
+        if word in _WITH_VALUE and (value := next(words, None)) is not None:
+            flags.append(value)
+    return flags + overrides
 
 
 def _records_folder(arguments: Sequence[str]) -> Path:
@@ -284,8 +326,7 @@ def run_app(task: Callable[[dict[str, Any]], None], *, name: str = "pretrain", c
     is_sweep = any(argument in _SWEEPS for argument in sys.argv)
     sys.argv[1:], secrets = _note_secrets(sys.argv[1:])
     sys.argv[1:] = [quoted_override(argument) for argument in sys.argv[1:]]
-    # Hydra takes its flags before all overrides or after them, not between
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _SWEEPS)
+    sys.argv[1:] = _flags_first(sys.argv[1:])
     # Without this Hydra prints its own message and a stack trace hint; with it we get the exception.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     read_text_as_written()
@@ -293,6 +334,8 @@ def run_app(task: Callable[[dict[str, Any]], None], *, name: str = "pretrain", c
         records = None
         if is_sweep:
             records = Path(scratch) if collects else _records_folder(sys.argv[1:]).absolute()
+            for old in records.glob("[0-9]*.json"):  # of a sweep before, in the same folder
+                old.unlink()
             if not any(one.startswith("hydra.sweep.dir=") for one in sys.argv):
                 sys.argv.append(f"hydra.sweep.dir={hydra_quoted(str(records))}")
         job = _Job(task, tuple(secrets), records)
@@ -310,5 +353,7 @@ def run_app(task: Callable[[dict[str, Any]], None], *, name: str = "pretrain", c
             if "debug=true" in sys.argv:
                 traceback.print_exc()
             fail(explain(error), status=CONFIG_ERROR_STATUS)
+        if any(one in ("--cfg", "-c", "--info") for one in sys.argv):
+            fail_if_unread()
         if records is not None and records.exists():
             _end_sweep(records, task_is_collected=collects)

@@ -6,9 +6,11 @@ from pathlib import Path
 from megaasync.checkpoint.folders import look_at
 from megaasync.config import ConfigError, TrainConfig
 from megaasync.config.schema import DockerCluster, HfData, IndexedData, SlurmCluster
+from megaasync.data.identity import identify_tokens
 from megaasync.data.indexed_dataset import IndexedDataset
 from megaasync.data.text_files import check_file, expand, kind_of
 from megaasync.data.tokenizer import Tokenizer
+from megaasync.distributed.environment import default_cache
 
 
 def on_this_host(path: str, cluster: SlurmCluster | DockerCluster) -> str:
@@ -43,6 +45,8 @@ def check_files(config: TrainConfig) -> None:
                     f"{key} to the prefix of a .bin and .idx pair{hint}"
                 )
             IndexedDataset(place).check_ids(config.model.vocab_size)
+            # hashed here, where nobody waits for it, and remembered
+            identify_tokens(place, memory=default_cache() / "hashes", say=print)
     if isinstance(data, HfData):
         place = on_this_host(data.path, cluster)
         files = expand(place)

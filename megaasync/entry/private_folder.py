@@ -5,8 +5,10 @@ kill, the ranks remove it, and else the next process that makes one.
 """
 
 import fcntl
+import hashlib
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,13 +18,22 @@ from pathlib import Path
 
 from megaasync.config import ConfigError
 
-_PREFIX, _LOCK = "megaasync-", "alive"
-_LONGEST = 55  # bytes: the folder's own name, multiprocessing's folder in it and its socket come to 51 more
+_LOCK = "alive"
+_LONGEST = 48  # bytes: the folder's own name, multiprocessing's folder in it and its socket come to 58 more
 
 
 def _bases() -> Iterator[Path]:
     """Where such a folder may be, the user's choice first."""
     yield from dict.fromkeys(Path(one) for one in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"))
+
+
+@cache
+def _prefix() -> str:
+    """Of folders that were made since this host was started: on a shared disk, locks of another host are not seen."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return f"megaasync-{hashlib.sha256(f'{socket.gethostname()} {boot}'.encode()).hexdigest()[:6]}-"
+    return f"megaasync-{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]}-"
 
 
 def _make(base: Path) -> Path | None:
@@ -36,14 +47,14 @@ def _make(base: Path) -> Path | None:
     lock = os.open(aside / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     with suppress(OSError):  # without locks nobody cleans up after a kill
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    folder = aside.with_name(_PREFIX + aside.name.removeprefix(".m-"))
+    folder = aside.with_name(_prefix() + aside.name.removeprefix(".m-"))
     aside.rename(folder)  # with the lock held, so that no other process takes it for an orphan
     return folder
 
 
 def remove_orphans(base: Path) -> None:
     """Remove the folders of processes that were killed: their locks are free."""
-    for folder in base.glob(f"{_PREFIX}*"):
+    for folder in base.glob(f"{_prefix()}*"):
         with suppress(OSError):
             if folder.stat().st_uid != os.getuid():
                 continue

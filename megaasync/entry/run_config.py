@@ -18,6 +18,9 @@ from megaasync.cluster.record import LAUNCH_RECORD
 from megaasync.cluster.script import FLAG
 from megaasync.config import ConfigError, did_you_mean
 from megaasync.distributed.environment import variables
+from megaasync.entry.run_folder import has_started_from
+
+GOES_ON = "--goes-on"  # what the batch script adds when it starts a run again
 
 
 def path_in(arguments: Sequence[str]) -> Path | None:
@@ -39,7 +42,7 @@ def path_in(arguments: Sequence[str]) -> Path | None:
 def _others(arguments: Sequence[str]) -> list[str]:
     rest, skip = [], False
     for argument in arguments:
-        if skip or argument.startswith(f"{FLAG}="):
+        if skip or argument.startswith(f"{FLAG}=") or argument == GOES_ON:
             skip = False
         elif argument == FLAG:
             skip = True
@@ -75,7 +78,22 @@ def read_run_config(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
     _check_launched(path, content)
     for argument in _others(arguments):
         _set(plain, argument)
+    folder = Path(plain["run"]["dir"])
+    if folder.resolve() != path.absolute().parent.resolve():
+        raise ConfigError(
+            f"{path}: is of the run folder {folder}, and not of the one that it lies in; was that moved? Launch it "
+            f"again from its checkpoints, with checkpoint.resume=FOLDER, or set run.dir={path.absolute().parent}"
+        )
+    if GOES_ON in arguments:
+        _go_on(plain, folder)
     return plain
+
+
+def _go_on(plain: dict[str, Any], folder: Path) -> None:
+    """A job that starts again goes on from the run's own newest checkpoint, once it has begun from what it names."""
+    wish = plain["checkpoint"]["resume"]
+    if wish in ("auto", "never") or has_started_from(folder, Path(wish).expanduser()):
+        plain["checkpoint"]["resume"] = "auto"
 
 
 def check_secrets(plain: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from megaasync.checkpoint.settings import check_settings
 from megaasync.config import ConfigError, TrainConfig
 from megaasync.config.identity import first_difference
 from megaasync.data.identity import Identity, check_identity
-from megaasync.observe.run_files import read_metrics
+from megaasync.observe.run_files import iterate_metrics, read_metrics
 
 
 def _existing_folder(wanted: str) -> Path:
@@ -54,12 +54,14 @@ class Claim:
         resume: complete checkpoint to go on from, or None.
         lock: descriptor that holds the folder.
         notes: what the user should know about how the run goes on.
+        owns_config: config.yaml is this start's own, and goes with a claim that came to nothing.
     """
 
     folder: Path
     resume: Path | None
     lock: int
     notes: tuple[str, ...] = ()
+    owns_config: bool = True
 
     @property
     def has_begun(self) -> bool:
@@ -74,6 +76,8 @@ class Claim:
             ConfigError: ranks still work there.
         """
         wait_for_ranks(self.folder)
+        if self.resume is not None and self.resume.is_dir() and not has_started_from(self.folder, self.resume):
+            return  # the checkpoint that was asked for has not been loaded yet
         found = newest(self.folder / "checkpoints")
         self.resume = self.resume if found is None else found.path
 
@@ -84,7 +88,7 @@ class Claim:
 
     def close(self) -> None:
         """Give the folder back; if the run in it never began, the corrected command may use the same folder."""
-        release_run_folder(self.folder)
+        release_run_folder(self.folder, with_config=self.owns_config)
         os.close(self.lock)
 
 
@@ -128,6 +132,8 @@ def claim_run_folder(config: TrainConfig, plain: Mapping[str, Any], *, label: st
             meta = read_meta(claim.resume)
             check_settings(meta, plain, claim.resume, override=config.checkpoint.override, data=data)
             claim.notes = _lost_rows(folder, meta["step"])
+            if "data" not in meta and config.data.name == "indexed":
+                claim.notes += (f"WARNING: {claim.resume} has no hashes of its tokens, so they cannot be compared",)
     except BaseException:
         os.close(lock)
         raise
@@ -163,6 +169,13 @@ def _begun_from(folder: Path) -> Path | None:
     """The checkpoint that the run in a folder was begun from; None if it was none."""
     name = _first_start(folder).get("checkpoint")
     return None if name is None else Path(name)
+
+
+def has_started_from(folder: Path, checkpoint: Path) -> bool:
+    """Whether a start of the run in a folder has gone on from a checkpoint."""
+    rows = (row for row in iterate_metrics(folder / "metrics.jsonl") if row.get("kind") == "start")
+    names = (row.get("checkpoint") for row in rows)
+    return any(name is not None and _is_same_place(Path(name), checkpoint) for name in names)
 
 
 def _first_start(folder: Path) -> dict[str, Any]:
@@ -230,7 +243,8 @@ def _check_same_run(
         raise ConfigError(f"{here}, another one, and no whole checkpoint of it ({difference}); {rest}")
     if data is not None:
         start, override = _first_start(folder), config.checkpoint.override
-        check_identity(start.get("data"), data, where=f"the run in {folder}", override=override, is_known=False)
+        is_known = config.data.name == "synthetic"  # which is made from the seed
+        check_identity(start.get("data"), data, where=f"the run in {folder}", override=override, is_known=is_known)
 
 
 def _status(folder: Path) -> str | None:
@@ -257,12 +271,18 @@ def new_run_folder(label: str) -> Path:
     raise ConfigError("run.dir: no free name under runs/; set run.dir")
 
 
-def release_run_folder(folder: Path) -> None:
-    """Take the claim back if the run never began, so that the corrected command may use the same folder."""
+def release_run_folder(folder: Path, *, with_config: bool = True) -> None:
+    """Take the claim back if the run never began, so that the corrected command may use the same folder.
+
+    Args:
+        folder: of the run.
+        with_config: remove config.yaml too; not the one that a launch has planned, which a job starts from again.
+    """
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size == 0:
         ours = (*folder.glob(".config.yaml.*"), *folder.glob(".*.lock"))
-        for path in (metrics, folder / "config.yaml", folder / "tokenizer.model", *ours):
+        config = [folder / "config.yaml"] if with_config else []
+        for path in (metrics, *config, folder / "tokenizer.model", *ours):
             path.unlink(missing_ok=True)
         if not any(folder.iterdir()):
             folder.rmdir()

@@ -65,17 +65,16 @@ def _text_names() -> frozenset[str]:
     return frozenset(key.rpartition(".")[2] for key in text_keys()) - others
 
 
-def _as_written(node: yaml.Node) -> None:
-    """Make every plain scalar at or below a node text, but null."""
+def _as_written(node: yaml.Node) -> yaml.Node:
+    """A copy in which every plain scalar at or below a node is text, but null; an anchor may serve a number too."""
     if isinstance(node, yaml.ScalarNode):
-        if not (node.style is None and node.value in _NULLS):
-            node.tag = _TEXT
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _as_written(item)
-    elif isinstance(node, yaml.MappingNode):
-        for _, value in node.value:
-            _as_written(value)
+        is_null = node.style is None and node.value in _NULLS
+        return yaml.ScalarNode(node.tag if is_null else _TEXT, node.value, node.start_mark, node.end_mark, node.style)
+    if isinstance(node, yaml.SequenceNode):
+        items = [_as_written(item) for item in node.value]
+        return yaml.SequenceNode(node.tag, items, node.start_mark, node.end_mark, node.flow_style)
+    pairs = [(key, _as_written(value)) for key, value in node.value]
+    return yaml.MappingNode(node.tag, pairs, node.start_mark, node.end_mark, node.flow_style)
 
 
 def _is_odd_number(node: yaml.Node) -> bool:
@@ -84,16 +83,21 @@ def _is_odd_number(node: yaml.Node) -> bool:
     return is_plain and _ODD_NUMBER.fullmatch(node.value) is not None
 
 
-def _prepare(node: yaml.Node) -> None:
+def _prepare(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> None:
+    """Make text of what a text key has; refuse odd numbers elsewhere, and anchors that hold themselves."""
+    if any(node is one for one in above):
+        raise yaml.constructor.ConstructorError(None, None, "an anchor that holds itself", node.start_mark)
     if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
+        for number, (key, value) in enumerate(node.value):
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key.start_mark)
             if key.value in _text_names():
-                _as_written(value)
+                node.value[number] = (key, _as_written(value))
             else:
-                _prepare(value)
+                _prepare(value, (*above, node))
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _prepare(item)
+            _prepare(item, (*above, node))
     elif _is_odd_number(node):
         raise yaml.constructor.ConstructorError(
             None,
@@ -152,14 +156,28 @@ def quoted_override(argument: str) -> str:
     key, equals, value = argument.partition("=")
     if not equals or not _is_text_key(key.lstrip("+")):
         return argument
-    if value.startswith("~"):  # a home folder, which Hydra's grammar does not know
-        return f"{key}={hydra_quoted(value)}"
+    return f"{key}={_quoted_words(value)}"
+
+
+def _quoted_words(value: str) -> str:
+    """The words of a value, a sweep's or a list's, in quotes where Hydra would take them for something else."""
+    if value.startswith("[") and value.endswith("]"):
+        return f"[{_quoted_words(value[1:-1])}]"
+    if re.search(r"""["'()\[\]{}\\]""", value.replace("${", "").replace("}", "")):
+        return value  # quoted already, or more than words
+    return ",".join(_quoted_word(word) for word in value.split(","))
+
+
+def _quoted_word(word: str) -> str:
+    text = word.strip()
+    if text.startswith("~"):  # a home folder; interpolations in it stay
+        return f'"{text}"'
     try:
-        override = OverridesParser.create().parse_override(argument)
-        parsed = override.value() if override.value_type is ValueType.ELEMENT else None
+        parsed = OverridesParser.create().parse_override(f"x={word}")
+        is_other = parsed.value_type is ValueType.ELEMENT and isinstance(parsed.value(), bool | int | float)
     except HydraException:
-        return argument  # Hydra says what is wrong with it
-    return f"{key}={hydra_quoted(value.strip())}" if isinstance(parsed, bool | int | float) else argument
+        return word  # Hydra says what is wrong with it
+    return hydra_quoted(text) if is_other else word
 
 
 def yaml_mistake(error: yaml.YAMLError) -> str:

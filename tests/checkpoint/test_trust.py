@@ -144,6 +144,17 @@ def test_an_index_leads_to_no_file_outside_of_its_folder(checkpoint, name):
         read_metadata(checkpoint)
 
 
+def test_an_index_with_a_part_missing_is_refused(checkpoint):
+    """Else the tensor would keep what it was initialised with."""
+    whole = (checkpoint / TENSORS).read_text()
+    for change in (lambda one: one["chunks"].clear(), lambda one: one["chunks"][0].update(sizes=[10**6])):
+        index = json.loads(whole)
+        change(index["tensors"]["master/layers.0.attention.query.weight"])
+        (checkpoint / TENSORS).write_text(json.dumps(index))
+        with pytest.raises(ConfigError, match=r"the parts of master/layers\.0\.attention\.query\.weight are not"):
+            read_metadata(checkpoint)
+
+
 def test_torchs_own_reader_still_reads_what_is_written(checkpoint):
     from torch.distributed.checkpoint import FileSystemReader
 

@@ -38,6 +38,13 @@ def test_four_jobs_of_which_one_fails(tmp_path, launcher):
     assert records[2]["folder"] == str(tmp_path / "sweep/2") and "optimizer.lr=0.002" in records[2]["overrides"]
 
 
+def test_records_of_an_older_sweep_do_not_count(tmp_path):
+    refused = pretrain(*SWEEP, "optimizer.lr=-1,-2,-3", cwd=tmp_path)
+    assert refused.status == 2
+    ran = pretrain(*SWEEP, "optimizer.lr=0.001", "--config-dir", str(tmp_path), "train.steps=1", cwd=tmp_path)
+    assert ran.status == 0, ran.err
+
+
 @pytest.mark.slow("cluster")
 def test_ranks_of_a_job_in_another_process_start(tmp_path):
     """Two ranks each: nothing that they need lives in __main__."""

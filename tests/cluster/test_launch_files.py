@@ -13,6 +13,8 @@ from megaasync.cluster.script import own_mounts
 from megaasync.config import ConfigError
 from megaasync.config.secrets import is_secret, redacted, take_secrets
 from megaasync.data.indexed_dataset import IndexedDataset
+from megaasync.entry.hydra_app import _note_secrets
+from megaasync.entry.run_config import read_run_config
 from tests.cluster.test_script import SLURM, launch
 from tests.support.cli import REPOSITORY, TINY, environment
 
@@ -38,7 +40,9 @@ def files_with(folder, text):
 
 def test_what_is_a_secret_goes_by_its_name():
     assert all(map(is_secret, ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "api_key"]))
-    assert not any(map(is_secret, ["TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "MONKEY", "KEYBOARD", "PATH"]))
+    assert all(map(is_secret, ["PGPASS", "MYSQL_PWD", "SMTP_PASS", "GITHUB_PAT", "HFTOKEN"]))
+    assert not any(map(is_secret, ["TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "MONKEY", "KEYBOARD", "PATH", "PWD"]))
+    assert not any(map(is_secret, ["HF_TOKEN_PATH", "AWS_SECRET_DIR", "SSH_AUTH_SOCK", "KEY_FILE"]))
     assert redacted(f"a {SECRET} b", {"HF_TOKEN": SECRET, "HOME": "/root"}) == "a <HF_TOKEN> b"
 
 
@@ -46,17 +50,46 @@ def test_a_secret_moves_out_of_the_config():
     plain = {"cluster": {"env": {"HF_TOKEN": SECRET, "A": "b"}, "secrets": ["WANDB_API_KEY"]}}
     assert take_secrets(plain, {}) == {"HF_TOKEN": SECRET}
     assert plain == {"cluster": {"env": {"A": "b"}, "secrets": ["WANDB_API_KEY", "HF_TOKEN"]}}
-    plain["cluster"]["setup"] = [f"export KEY={SECRET}"]
+    plain["cluster"]["setup"] = [f"login {SECRET}"]
     with pytest.raises(ConfigError, match=r"cluster\.setup: holds the value of HF_TOKEN.*secrets=\[HF_TOKEN\]"):
         take_secrets(plain, {"HF_TOKEN": SECRET})
 
 
-@pytest.mark.parametrize("way", ["command line", "yaml", "environment"])
+def test_a_setup_line_that_gives_a_secret_a_value_is_refused():
+    def setup(line):
+        return {"cluster": {"env": {}, "secrets": [], "setup": [line]}}
+
+    for line in ("export WANDB_API_KEY=abc", "HF_TOKEN='x y' login", 'set -a; DB_PASSWORD="q"'):
+        with pytest.raises(ConfigError, match=r"cluster\.setup: gives \w+ a value"):
+            take_secrets(setup(line), {})
+    for line in ("export WANDB_API_KEY=$KEY", "export HF_TOKEN=${X}", "export A=1", 'K_TOKEN="$(cat ~/t)"'):
+        take_secrets(setup(line), {})
+
+
+def test_words_that_stand_in_every_config_are_no_secret():
+    plain = {"train": {"lr_schedule": "constant"}, "logging": {"project": "megaasync"}}
+    assert take_secrets(plain, {"SECRET_KEY": "constant", "DB_PASSWORD": "megaasync"}) == {}
+
+
+@pytest.mark.parametrize("form", ["+cluster.env.HF_TOKEN={}", "++cluster.env={{HF_TOKEN:{},A:1e3}}"])
+@pytest.mark.parametrize("value", [SECRET, "${oc.env:MY_KEY}", "null"])
+def test_forms_of_a_secret_on_the_command_line(monkeypatch, form, value):
+    monkeypatch.setenv("MY_KEY", SECRET)
+    monkeypatch.setenv("HF_TOKEN", "set before")
+    kept, names = _note_secrets(["train.steps=3", form.format(value)])
+    assert names == ["HF_TOKEN"] and not any(SECRET in word or "HF_TOKEN" in word for word in kept)
+    assert os.environ["HF_TOKEN"] == ("set before" if value == "null" else SECRET)
+    assert len(kept) == (2 if "A:" in form else 1)
+
+
+@pytest.mark.parametrize("way", ["command line", "dict", "yaml", "environment"])
 def test_no_file_of_a_launch_holds_a_secret_and_the_job_has_it(tmp_path, way):
     """Three ways to give it; config.yaml names it, the environment carries it, and a job without it is refused."""
     arguments, env = [*SLURM, "cluster.submit=false", "run.dir=run"], {}
     if way == "command line":
         arguments.append(f"+cluster.env.WANDB_API_KEY={SECRET}")
+    elif way == "dict":
+        arguments.append(f"++cluster.env={{WANDB_API_KEY:{SECRET}}}")
     elif way == "yaml":
         (tmp_path / "conf/experiment").mkdir(parents=True)
         content = "# @package _global_\ncluster:\n  env:\n    WANDB_API_KEY: ${oc.env:MY_KEY}\n    A: '1'\n"
@@ -126,7 +159,7 @@ def test_the_job_runs_what_was_planned_whatever_the_users_yaml_says_later(tmp_pa
     elsewhere.mkdir()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "megaasync.pretrain", "--run-config", str(config), "checkpoint.resume=auto"],
+            [sys.executable, "-m", "megaasync.pretrain", "--run-config", str(config), "--goes-on"],
             cwd=elsewhere, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
                             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(21000 + os.getpid() % 9000)),
@@ -140,8 +173,36 @@ def test_the_job_runs_what_was_planned_whatever_the_users_yaml_says_later(tmp_pa
     config.write_bytes(planned + b"# edited\n")
     ran = pretrain_from(tmp_path / "run", cwd=tmp_path)
     assert ran.returncode == 2 and "was changed after the launch" in ran.stderr
+    config.write_bytes(planned)
     ran = pretrain_from(tmp_path / "run", "train.stepz=3", cwd=tmp_path)
-    assert ran.returncode == 2 and "Traceback" not in ran.stderr
+    assert ran.returncode == 2 and "train.stepz: is no key of this config" in ran.stderr
+    (tmp_path / "run").rename(tmp_path / "moved")
+    ran = pretrain_from(tmp_path / "moved", cwd=tmp_path)
+    assert ran.returncode == 2 and "was that moved?" in ran.stderr and not (tmp_path / "run").exists()
+
+
+def test_a_job_that_fails_before_its_first_row_keeps_what_was_planned(tmp_path):
+    """It is started again from the same config.yaml."""
+    done = launch(*SLURM, "cluster.submit=false", "run.dir=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    before = {path.name for path in (tmp_path / "run").iterdir()}
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+            "GLOO_SOCKET_IFNAME": "nosuch0"}  # fmt: skip
+    ran = pretrain_from(tmp_path / "run", "device=cuda", cwd=tmp_path, **rank)
+    assert ran.returncode != 0
+    assert before <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+def test_a_job_that_starts_again_goes_on_from_what_it_named_until_it_has(tmp_path):
+    named = tmp_path / "elsewhere/step_00000004"
+    plain = {"run": {"dir": str(tmp_path)}, "checkpoint": {"resume": str(named)}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
+    read = read_run_config(tmp_path / "config.yaml", ["--run-config", "x", "--goes-on"])
+    assert read["checkpoint"]["resume"] == str(named)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "start", "step": 4, "checkpoint": str(named)}) + "\n")
+    read = read_run_config(tmp_path / "config.yaml", ["--run-config", "x", "--goes-on"])
+    assert read["checkpoint"]["resume"] == "auto"
+    assert read_run_config(tmp_path / "config.yaml", [])["checkpoint"]["resume"] == str(named)
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_a_failed_step_is_tried_again_within_the_job(tmp_path, statuses, ended, 
     env = {} if ended is None else {"ENDED": ended}
     found, calls, _ = run_script(job_of(tmp_path, max_restarts=2), tmp_path, STATUSES=statuses, **env)
     assert (found, len(calls)) == (status, tries)
-    assert [call["argv"][-1] == "checkpoint.resume=auto" for call in calls] == [False, True, True][:tries]
+    assert [call["argv"][-1] == "--goes-on" for call in calls] == [False, True, True][:tries]
     pauses = tmp_path / "calls.sleep"
     assert (pauses.read_text().split() if pauses.exists() else []) == ["1", "2"][: tries - 1]
 
@@ -205,7 +205,7 @@ def test_a_failed_step_is_tried_again_within_the_job(tmp_path, statuses, ended, 
 def test_a_job_that_was_queued_again_goes_on_from_its_own_checkpoint(tmp_path):
     job = job_of(tmp_path)
     assert run_script(job, tmp_path)[1][0]["argv"][-1].endswith("config.yaml")
-    assert run_script(job, tmp_path, SLURM_RESTART_COUNT="1")[1][0]["argv"][-1] == "checkpoint.resume=auto"
+    assert run_script(job, tmp_path, SLURM_RESTART_COUNT="1")[1][0]["argv"][-1] == "--goes-on"
 
 
 def test_a_run_that_is_to_go_on_is_queued_again_and_its_mark_goes(tmp_path):

@@ -174,11 +174,13 @@ def test_a_wrong_input_that_rank_0_alone_finds_is_the_jobs_status(tmp_path, slur
     if edited:  # which all ranks find
         config.write_text(config.read_text() + "# edited\n")
     else:
-        (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "start", "step": 0, "checkpoint": "/gone/step_1"}\n')
+        (tmp_path / "run" / "metrics.jsonl").write_text(
+            '{"kind": "start", "step": 0, "checkpoint": "/gone/step_1", "data": {}}\n'
+        )
     job = submit(slurm, script, tmp_path)
     assert slurm.wait(job) == "FAILED"
     assert slurm.state(job)["ExitCode"] == "2:0", logs(tmp_path / "run")
-    assert logs(tmp_path / "run").count("holds a run already") == 1
+    assert logs(tmp_path / "run").count("was changed after" if edited else "which is no longer whole") == 1
 
 
 def test_a_job_from_a_users_own_config_folder_keeps_what_was_planned(tmp_path, slurm):

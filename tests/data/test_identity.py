@@ -13,7 +13,7 @@ from megaasync.data.identity import check_identity, identify_tokens, record_of, 
 from megaasync.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megaasync.data.prepare import prepare_data
 from megaasync.data.text_files import expand, texts_of
-from megaasync.data.tokenizer import Tokenizer, sample_texts
+from megaasync.data.tokenizer import Tokenizer, _sentences, sample_texts
 from tests.data.test_data import TEXTS, hf, stdlib, write_rows
 
 
@@ -151,6 +151,26 @@ def test_a_tokenizer_is_trained_on_all_files_and_documents(tmp_path):
     assert sorted(again.units) == sorted(sample.units), "the order of files changed the sample"
     lines = "".join(f"line {i} of one long document\n" for i in range(20_000))
     assert len(sample_texts([lines, *texts], max_bytes=40_000).units) > 2
+
+
+def test_a_document_of_one_long_line_is_seen_whole():
+    """Nothing of it is cut away before training: what is said to be used is what the trainer gets."""
+    texts = [f"{i} " + "latin letters " * 80 + "кириллица " * 1500 for i in range(20)]
+    sample = sample_texts(texts, max_bytes=10**9)
+    assert "".join(sample.units) == "".join(texts)
+    assert "".join(_sentences(sample.units)) == "".join(texts)
+    assert max(len(one.encode()) for one in _sentences(sample.units)) <= 4192
+    assert len(sample_texts(texts, max_bytes=100_000).units) > 3, "a unit is as large as a document"
+
+
+def test_a_folder_is_read_with_the_folders_that_are_linked_into_it(tmp_path):
+    (tmp_path / "corpus/own").mkdir(parents=True)
+    (tmp_path / "far").mkdir()
+    for name in ("corpus/own/a.jsonl", "far/b.jsonl"):
+        (tmp_path / name).write_text(ROWS)
+    (tmp_path / "corpus/linked").symlink_to(tmp_path / "far")
+    (tmp_path / "corpus/own/loop").symlink_to(tmp_path / "corpus")
+    assert [path.name for path in expand(str(tmp_path / "corpus"))] == ["b.jsonl", "a.jsonl"]
 
 
 def test_how_much_the_tokenizer_saw_is_told(tmp_path):

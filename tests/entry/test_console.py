@@ -56,6 +56,16 @@ def test_help_into_head_is_quiet(tmp_path):
     assert ran.stderr == "" and len(ran.stdout.splitlines()) == 2
 
 
+@pytest.mark.parametrize("words", ["--help", "--cfg job", "dry_run=true"])
+def test_an_answer_that_cannot_be_written_is_a_failure(tmp_path, words):
+    """It was all that was asked for; a run that goes on is another matter."""
+    ran = subprocess.run(
+        ["bash", "-c", f'"$@" {words} > /dev/full', "bash", *command(*TINY)],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ran.returncode == 1 and "the output cannot be written" in ran.stderr
+
+
 def test_a_long_tmpdir_is_not_used_for_sockets(tmp_path):
     long = tmp_path / "local_scratch/slurm/job_48291734.gpu-prod/user.project-pretrain/tmp/very/deep"
     long.mkdir(parents=True)

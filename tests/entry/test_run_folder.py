@@ -9,10 +9,11 @@ from functools import partial
 import pytest
 import yaml
 
+from megaasync.checkpoint import folders
 from megaasync.checkpoint.run_lock import join_folder, lock_folder
 from megaasync.config import ConfigError, TrainConfig, read, validate
 from megaasync.entry import run_folder
-from megaasync.entry.run_folder import claim_run_folder, release_run_folder
+from megaasync.entry.run_folder import Claim, claim_run_folder, release_run_folder
 from megaasync.observe import run_files
 from megaasync.observe.run_files import FolderLost, MetricsFile
 from tests.support.configs import plain_config
@@ -124,6 +125,26 @@ def test_other_tokens_under_the_same_name_are_another_run(tmp_path):
     claim(tmp_path / "run", data={"tokenizer": None, "train": "a" * 64, "validation": None})[0].close()
     with pytest.raises(ConfigError, match="the training tokens are not those of the run in"):
         claim(tmp_path / "run", data={"tokenizer": None, "train": "b" * 64, "validation": None})
+
+
+def test_a_restart_keeps_the_named_checkpoint_until_it_was_loaded(tmp_path):
+    """A rank that dies before the named one is loaded must not send the run to a newer one."""
+    root = tmp_path / "run/checkpoints"
+    for step in (4, 6):
+        aside = tmp_path / f"aside{step}"
+        aside.mkdir()
+        (aside / folders.META).write_text(json.dumps({"step": step}))
+        root.mkdir(parents=True, exist_ok=True)
+        name = folders.folder_name(step)
+        folders.finish(aside, root / name, {folders.META: folders.checksum(aside / folders.META)})
+    claimed = Claim(tmp_path / "run", root / "step_00000004", lock_folder(tmp_path / "run"))
+    claimed.begin_again()
+    assert claimed.resume.name == "step_00000004"
+    row = {"kind": "start", "step": 4, "checkpoint": str(root / "step_00000004")}
+    (tmp_path / "run/metrics.jsonl").write_text(json.dumps(row) + "\n")
+    claimed.begin_again()
+    assert claimed.resume.name == "step_00000006"
+    os.close(claimed.lock)
 
 
 def test_a_run_without_checkpoints_is_never_begun_again(tmp_path):

@@ -45,6 +45,15 @@ def test_numbers_in_base_8_and_60_are_refused_with_their_place(text):
     assert "line 3" in yaml_mistake(refused.value) and "what it seems" in yaml_mistake(refused.value)
 
 
+def test_an_anchor_of_a_number_and_a_text_is_both():
+    read_back = load_yaml("train:\n  warmup_steps: &w 2\nlogging:\n  run_name: *w\n")
+    assert read_back == {"train": {"warmup_steps": 2}, "logging": {"run_name": "2"}}
+    for text in ("a: &a [1, *a]\n", "? [a, b]\n: 1\n"):
+        with pytest.raises(yaml.YAMLError) as refused:
+            load_yaml(text)
+        assert "line 1" in yaml_mistake(refused.value)
+
+
 def test_other_values_keep_their_types():
     assert load_yaml("lr: 1e-3\nsteps: 100\nnested: {tie_embeddings: true, x: 0, y: null, z: 0x10}") == {
         "lr": 0.001, "steps": 100, "nested": {"tie_embeddings": True, "x": 0, "y": None, "z": 16},
@@ -62,6 +71,12 @@ def test_other_values_keep_their_types():
         ("run.dir=null", "run.dir=null"),
         ("run.dir='5'", "run.dir='5'"),
         ("run.dir=a,b", "run.dir=a,b"),
+        ("run.dir=~/A,~/B", 'run.dir="~/A","~/B"'),
+        ("run.dir=~/runs/${model.name}", 'run.dir="~/runs/${model.name}"'),
+        ("logging.wandb.run_name=1.10,1e3,x", 'logging.wandb.run_name="1.10","1e3",x'),
+        ("cluster.modules=[1.10,cuda]", 'cluster.modules=["1.10",cuda]'),
+        ('cluster.modules=["1.10",2]', 'cluster.modules=["1.10",2]'),
+        ("run.dir=choice(1,2)", "run.dir=choice(1,2)"),
         ("train.steps=10", "train.steps=10"),
         ("cluster.mounts=[/a:/b]", "cluster.mounts=[/a:/b]"),
         ("run.dir=a=b", "run.dir=a=b"),
