@@ -356,6 +356,8 @@ def _check_slurm(config: TrainConfig, cluster: SlurmCluster) -> None:
     for name in ("tasks_per_node", "cpus_per_task", "gpus_per_task"):
         _at_least(f"cluster.{name}", getattr(cluster, name), 1)
     _at_least("cluster.signal_seconds", cluster.signal_seconds, 1)
+    if cluster.gpus_per_task not in (None, 1):
+        raise ConfigError(f"cluster.gpus_per_task={cluster.gpus_per_task}: a rank has one GPU; set 1, or null")
     limit = None if cluster.time is None else _limit_of(cluster.time)
     if limit is not None and cluster.signal_seconds > limit / 2:
         raise ConfigError(

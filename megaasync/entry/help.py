@@ -108,7 +108,7 @@ def render_help(arguments: Sequence[str], *, name: str) -> str:
         f"usage: python -m megaasync.{name} [group=choice] [key=value] [-m] [--config-dir DIR] [--cfg job] [--version]",
         "",
         "Groups (group=choice):",
-        *(f"  {group:12} {', '.join(choices)}" for group, choices in groups().items()),
+        *(f"  {group}: {', '.join(choices)}" for group, choices in groups().items()),
         "",
         "Keys (key=value), their values with these choices, and what they mean:",
     ]

@@ -333,7 +333,8 @@ def run_app(task: Callable[[dict[str, Any]], None], *, name: str = "pretrain", c
     with tempfile.TemporaryDirectory() as scratch:
         records = None
         if is_sweep:
-            records = Path(scratch) if collects else _records_folder(sys.argv[1:]).absolute()
+            is_elsewhere = any(one.startswith(("hydra/launcher=", "hydra.sweep.dir=")) for one in sys.argv)
+            records = _records_folder(sys.argv[1:]).absolute() if is_elsewhere and not collects else Path(scratch)
             for old in records.glob("[0-9]*.json"):  # of a sweep before, in the same folder
                 old.unlink()
             if not any(one.startswith("hydra.sweep.dir=") for one in sys.argv):

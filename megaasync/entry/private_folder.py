@@ -45,8 +45,10 @@ def _make(base: Path) -> Path | None:
     except OSError:
         return None
     lock = os.open(aside / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-    with suppress(OSError):  # without locks nobody cleans up after a kill
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # without a lock it must not look like an orphan; after a kill nobody cleans up
+        (aside / _LOCK).unlink()
     folder = aside.with_name(_prefix() + aside.name.removeprefix(".m-"))
     aside.rename(folder)  # with the lock held, so that no other process takes it for an orphan
     return folder

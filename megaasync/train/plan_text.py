@@ -38,19 +38,19 @@ def _listed(values: Sequence[str]) -> str:
 def summarise_plan(plan: Mapping[str, Any]) -> str:
     """What a plan comes to, in at most ten lines of a hundred letters; plan.json and the report have the rest."""
     layout, stages = plan["layout"], plan["stages"]
-    degrees = " x ".join(f"{axis} {size}" for axis, size in reversed(layout.items()))
+    degrees = ", ".join(f"{axis} {size}" for axis, size in reversed(layout.items()))
     slack = [stage["slack"] for stage in stages]
     optimizers: dict[str, int] = {}
     for line in plan["routing"]:
         optimizers[line["rule"]] = optimizers.get(line["rule"], 0) + line["parameters"]
     sent = [f"{kind} {size_text(count)}" for kind, count in plan["communication_bytes_per_step"].items() if count > 1e6]
     lines = [
-        f"parameters {_count(plan['total_parameters'])}, {_count(plan['active_parameters'])} active per token, "
+        f"parameters {plan['total_parameters']:,}, {plan['active_parameters']:,} active per token, "
         f"{plan['flops_per_token'] / 1e9:.3g} GFLOP per token",
-        f"layout     {degrees} = {plan['world_size']} rank(s), {layout['data'] * layout['expert']} with different "
+        f"layout     {degrees}: {plan['world_size']} rank(s), {layout['data'] * layout['expert']} with different "
         "sequences",
         f"schedule   {plan['schedule']}, correction {plan['correction']}, {plan['num_microbatches']} microbatches, "
-        f"{plan['tokens_per_step']:,} tokens a step, {_count(plan['tokens'])} in all",
+        f"{plan['tokens_per_step']:,} tokens per step, {_count(plan['tokens'])} in all",
         f"bubble     {plan['bubble']:.1%} planned, slack {_range(slack)} forwards"
         + "".join(
             f"; hops of {line['hop']:g}: {max(line['bubble'], 0):.1%} at extra_in_flight={line['extra_in_flight']}"
@@ -69,7 +69,7 @@ def summarise_plan(plan: Mapping[str, Any]) -> str:
             f"{max(t['reduction'] for t in times):.3g} s a reduction"
         )
     if sent:
-        lines.append(f"transfer   a step, all ranks: {', '.join(sent)}")
+        lines.append(f"transfer   per step, all ranks: {', '.join(sent)}")
     if plan["world_size"] == 1 and any(plan["delays"]):
         lines.append("delay      on one rank this is a study of late gradients; schedule=1f1b trains without")
     room = _MOST_LINES - len(lines)

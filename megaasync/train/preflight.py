@@ -239,7 +239,9 @@ def preflight(
         launched.get("code_hash") if is_new else None,
         launched.get("config_hash") if is_new else None,
         run_bytes=new * parameters * _STATE_BYTES,
-        devices=config.cluster.gpus_per_node if config.device != "cpu" else None,
+        devices=None
+        if config.device == "cpu"
+        else getattr(config.cluster, "gpus_per_task", None) or config.cluster.gpus_per_node,
     )
     if wrong := problems(facts, needs):
         raise ConfigError("preflight: " + "; ".join(wrong))

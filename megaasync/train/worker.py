@@ -108,7 +108,9 @@ def run_rank(
     # a node that has lost its GPUs must not quietly go on without
     on_cluster = isinstance(config.cluster, SlurmCluster | DockerCluster)
     wants_gpu = on_cluster and config.cluster.gpus_per_node and config.device == "auto"
-    device = choose_device("cuda" if wants_gpu else config.device, local_rank=environment.local_rank)
+    # a GPU bound to each task is the only one that it sees
+    local_rank = 0 if getattr(config.cluster, "gpus_per_task", None) else environment.local_rank
+    device = choose_device("cuda" if wants_gpu else config.device, local_rank=local_rank)
     join_group(environment, device=device, timeout=timedelta(seconds=config.parallel.timeout_seconds))
     folder, resume, identity = _as_rank_0_says((folder, resume, prepared.identity))
     prepared = replace(prepared, identity=identity)

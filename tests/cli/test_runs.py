@@ -62,7 +62,7 @@ def test_the_run_folder_is_as_promised(traced):
     assert set(result) == {
         "status", "steps", "tokens", "train_loss", "val_loss", "tokens_per_second", "schedule", "correction",
         "bubble_planned", "bubble_measured", "fill_seconds", "drain_seconds", "peak_memory_bytes", "wall_seconds",
-        "tflops_per_rank", "mfu",
+        "tflops_per_rank", "mfu", "checkpoint_step", "startup_seconds",
     }  # fmt: skip
 
 

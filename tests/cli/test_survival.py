@@ -17,7 +17,7 @@ from megaasync.checkpoint import transfer
 from megaasync.checkpoint.folders import MARK, checkpoints_in, look_at, newest
 from megaasync.checkpoint.pieces import Pieces
 from tests.cli.test_runs import ranks_of, wait_for_step
-from tests.support.cli import TINY, command, environment, metrics, pretrain, small_disk, summary
+from tests.support.cli import REPOSITORY, TINY, command, environment, metrics, pretrain, small_disk, summary
 from tests.support.runs import CLOCKS
 from tests.support.tiers import also_slow
 
@@ -339,7 +339,8 @@ def test_a_run_begun_from_anothers_checkpoint_goes_on_from_its_own(tmp_path, wit
     shutil.rmtree(tmp_path / "other" / "checkpoints")
     ran = pretrain(*command, "train.steps=8", "checkpoint.resume=auto", cwd=tmp_path)
     assert ran.status == 0, ran.err
-    assert metrics(tmp_path / "other", "start")[-1] == metrics(tmp_path / "other", "start")[0]
+    first, *_, last = ({**row, "time": None} for row in metrics(tmp_path / "other", "start"))
+    assert last == first
     shutil.rmtree(tmp_path / "other" / "checkpoints")
     shutil.rmtree(begun_from)
     ran = pretrain(*RECIPE, "run.dir=other", "train.steps=8", cwd=tmp_path)
@@ -471,3 +472,38 @@ def test_files_are_as_large_as_what_is_in_them(with_two):
     )
     written = sum(path.stat().st_size for path in folder.glob("*.distcp"))
     assert content < written < 1.1 * content + headers * pieces
+
+
+@pytest.mark.parametrize("way", ["renamed", "removed"])
+def test_a_run_whose_folder_is_taken_away_ends_and_says_where_it_is(tmp_path, started, way):
+    process = started(tmp_path, "train.steps=100000", "run.dir=run", "checkpoint.interval=100000")
+    wait_for_step(tmp_path / "run", 5, process)
+    if way == "renamed":
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(tmp_path / "run")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and "Traceback" not in err, err
+    words = f"was renamed to {tmp_path}/elsewhere" if way == "renamed" else "was removed"
+    assert words in err.strip().splitlines()[-1]
+    assert not (tmp_path / "run").exists(), "the run made the old name again"
+
+
+def test_a_run_on_a_file_system_without_locks(tmp_path):
+    """Corpus, run folder and ranks: nothing needs flock."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(
+        "import errno, fcntl\n"
+        "def flock(*_):\n    raise OSError(errno.ENOLCK, 'No locks available')\n"
+        "fcntl.flock = flock\n"
+    )
+    rows = (json.dumps({"text": f"row {n} " + "of a small corpus " * 20}) for n in range(200))
+    (tmp_path / "d.jsonl").write_text("\n".join(rows))
+    text = ["data=hf", "data.path=d.jsonl", "model.vocab_size=450", "train.steps=4", "run.dir=run"]
+    recipe = [one for one in RECIPE if not one.startswith("data")]
+    env = {"PYTHONPATH": f"{tmp_path}/site:{REPOSITORY}", "MEGAASYNC_CACHE": str(tmp_path / "cache")}
+    for _ in range(2):
+        ran = pretrain(*recipe, *text, cwd=tmp_path, **env)
+        text[-2] = "train.steps=8"
+    assert ran.status == 0, ran.err
+    assert len(metrics(tmp_path / "run")) == 8

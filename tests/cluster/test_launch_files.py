@@ -276,7 +276,7 @@ def test_one_line_from_raw_text_to_a_job(tmp_path):
     )
     done = bash(command, tmp_path, PYTHON=sys.executable, VOCAB_SIZE="600", VALIDATION="0.05")
     assert done.returncode == 0, done.stderr
-    assert "parameters 10.1B" in done.stdout and "not submitted" in done.stdout
+    assert "parameters 10,103,269,376" in done.stdout and "not submitted" in done.stdout
     (config,) = tmp_path.glob("runs/*/config.yaml")
     data = yaml.safe_load(config.read_text())["data"]
     train, validation = (IndexedDataset(tmp_path / data[key]) for key in ("path", "validation_path"))

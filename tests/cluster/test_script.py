@@ -33,6 +33,10 @@ run = pathlib.Path(sys.argv[sys.argv.index("--run-config") + 1]).parent
 if (calls.parent / "marks").exists():
     (run / ".requeue").touch()
 statuses = os.environ.get("STATUSES", "0").split(",")
+if "PROGRESS" in os.environ:
+    made = run / "checkpoints" / f"step_{{len(calls.read_text().splitlines()):08}}"
+    made.mkdir(parents=True)
+    (made / "COMPLETE.json").touch()
 if "ENDED" in os.environ:
     (run / ".ended").write_text(os.environ["ENDED"] + "\\n")
 sys.exit(int(statuses[min(len(calls.read_text().splitlines()), len(statuses)) - 1]))
@@ -202,6 +206,13 @@ def test_a_failed_step_is_tried_again_within_the_job(tmp_path, statuses, ended, 
     assert (pauses.read_text().split() if pauses.exists() else []) == ["1", "2"][: tries - 1]
 
 
+def test_restarts_are_counted_from_the_last_progress(tmp_path):
+    """Four failures, each after a newer checkpoint: a run of a month may fail more often than twice in all."""
+    found, calls, _ = run_script(job_of(tmp_path, max_restarts=2), tmp_path, STATUSES="1,1,1,1,0", PROGRESS="1")
+    assert (found, len(calls)) == (0, 5)
+    assert (tmp_path / "calls.sleep").read_text().split() == ["1"] * 4
+
+
 def test_a_job_that_was_queued_again_goes_on_from_its_own_checkpoint(tmp_path):
     job = job_of(tmp_path)
     assert run_script(job, tmp_path)[1][0]["argv"][-1].endswith("config.yaml")
@@ -322,6 +333,7 @@ WRONG = [
     ({"env": {"A-B": "c"}}, "cluster.env.A-B: is no name"),
     ({"extra_sbatch": ["gres=gpu"]}, "cluster.extra_sbatch: 'gres=gpu' is no option"),
     ({"extra_sbatch": ["--a\nrm -rf"]}, "cluster.extra_sbatch.0=.*holds a line break"),
+    ({"gpus_per_task": 2}, "cluster.gpus_per_task=2: a rank has one GPU; set 1, or null"),
     ({"extra_sbatch": ["--nodes=4"]}, "cluster.extra_sbatch: '--nodes=4' .*; set cluster.nodes instead"),
     ({"extra_sbatch": ["-t 10"]}, "'-t 10' would stand beside the script's --time; set cluster.time instead"),
     ({"extra_sbatch": ["--output=x"]}, "'--output=x' .*; leave it out"),

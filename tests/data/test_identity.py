@@ -293,3 +293,11 @@ def test_without_locks_builders_do_not_disturb_each_other(tmp_path, monkeypatch)
     first = prepare_data(hf(cache, path), vocab_size=450)
     assert prepare_data(hf(cache, path), vocab_size=450) == first
     assert (cache / "tokens-0123.77-ab.part").exists()
+
+
+def test_a_cache_that_cannot_be_locked_by_its_file_is_named(tmp_path):
+    """As a lock of another user, which may not be opened."""
+    path = write_rows(tmp_path / "d.jsonl", [{"text": t} for t in TEXTS])
+    (tmp_path / "cache/lock").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"data\.cache_dir=.*cache: lock cannot be opened .*a folder of your own"):
+        prepare_data(hf(tmp_path / "cache", path), vocab_size=450)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from megaasync.distributed import TransportError
+from megaasync.distributed import TransportError, groups
+from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.distributed.p2p import Receiver, Sender, TensorSpec
 from megaasync.entry.spawn import RankFailed, spawn_ranks
@@ -107,3 +108,10 @@ def report_of_the_survivor(environment, path):
     text, _, is_lost, seconds = silent_sender(environment, True)
     assert is_lost
     Path(path).write_text(f"{text}\n{seconds}")
+
+
+@pytest.mark.parametrize(("local", "address"), [(2, "127.0.0.1"), (1, "0.0.0.0")])
+def test_the_store_listens_where_the_others_come_to(local, address):
+    """One host: its loopback. Several, of which the first knows itself by a loopback address only: everywhere."""
+    with groups._listen("127.0.0.1", 0, RankEnvironment(0, 2, 0, local, "")) as listener:
+        assert listener.getsockname()[0] == address

@@ -14,9 +14,10 @@ from megaasync.checkpoint.run_lock import join_folder, lock_folder
 from megaasync.config import ConfigError, TrainConfig, read, validate
 from megaasync.entry import run_folder
 from megaasync.entry.run_folder import Claim, claim_run_folder, release_run_folder
+from megaasync.entry.spawn import RankFailed
 from megaasync.observe import run_files
 from megaasync.observe.run_files import FolderLost, MetricsFile
-from tests.support.configs import plain_config
+from tests.support.configs import plain_config, small_config
 
 
 def claim(run_dir, label="x", data=None, **overrides):
@@ -192,3 +193,29 @@ def test_a_folder_is_held_by_one_and_by_its_ranks(tmp_path):
         lock_folder(tmp_path, wait=0.3)
     os.close(rank)
     os.close(lock_folder(tmp_path, wait=0.3))
+
+
+def test_restarts_of_ranks_are_counted_from_the_last_progress(tmp_path, monkeypatch):
+    """Pauses double while nothing newer is saved, and the count begins again when something is."""
+    from megaasync import pretrain
+
+    claimed, pauses, failures = claim(tmp_path / "run", run__max_restarts=2)[0], [], []
+    progress = iter([2, 2, 4, 4, 4])  # steps on disk after each failure
+
+    class Fake:
+        folder, resume, step = claimed.folder, None, 0
+
+        def begin_again(self):
+            self.step = next(progress)
+
+    def fail(*_, **__):
+        failures.append(1)
+        raise RankFailed("rank 0 died", is_user_error=False, is_fault=True, details="")
+
+    monkeypatch.setattr(pretrain, "spawn_ranks", fail)
+    monkeypatch.setattr(pretrain.time, "sleep", pauses.append)
+    config = small_config(run__max_restarts=2, checkpoint__interval=2)
+    with pytest.raises(RankFailed):
+        pretrain._run_here(config, {}, None, Fake(), began=0.0)
+    assert len(failures) == 5 and pauses == [1.0, 2.0, 1.0, 2.0]
+    claimed.close()
