@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-_FEWEST_SECONDS = 1.0  # of training, before the time that is left is estimated
+_FEWEST_STEPS = 2  # after the first, before the time that is left is estimated
 
 
 def _clock(seconds: float) -> str:
@@ -117,4 +117,4 @@ class Progress:
         done, passed = step - self._first_step, monotonic() - self._began
         if step == self._steps:
             return None
-        return passed / done * (self._steps - step) if done and passed > _FEWEST_SECONDS else None
+        return passed / done * (self._steps - step) if done >= _FEWEST_STEPS else None
