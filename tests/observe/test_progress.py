@@ -1,12 +1,15 @@
 """What the screen says while a run trains."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from megaasync.observe import progress
+from megaasync.observe import progress, tracker
 from megaasync.observe.progress import Progress, render_live_line
+from megaasync.train.output import RunOutput
+from tests.support.configs import small_config
 
 ROW = {"kind": "train", "step": 95367, "loss": 10.12345, "lr": 1.234e-4, "grad_norm": 123.4567, "staleness": 1,
        "tokens_per_second": 1234567.8, "seconds": 12.3456}  # fmt: skip
@@ -55,3 +58,25 @@ def test_a_terminal_keeps_no_stale_line(monkeypatch):
     end = out.getvalue()
     assert "\x1b[2K" in end  # the line was erased
     assert end.rindex("completed") > end.rindex("loss")
+
+
+def test_a_tracker_that_fails_is_told_of_when_it_happens_and_once(tmp_path, capsys):
+    """As wandb without a login: days before the end of the run."""
+    output = RunOutput(small_config(), tmp_path, {})
+    output._tracker = SimpleNamespace(problem=None, log=lambda row: None, close=lambda: None)
+    output.on_row({**ROW, "step": 1})
+    output._tracker.problem = "api_key not configured (no-tty). call wandb.login(key=[your_api_key])"
+    for step in (2, 3):
+        output.on_row({**ROW, "step": step})
+    output.__exit__(None, None, None)
+    said = capsys.readouterr().out
+    assert said.count("wandb: api_key not configured") == 1 and "training goes on" in said
+
+
+def test_a_tracker_that_is_too_far_behind_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(tracker, "_QUEUE", 2)
+    monkeypatch.setattr(tracker.WandbTracker, "_work", lambda self: None)  # it takes nothing
+    one = tracker.WandbTracker(small_config().logging.wandb, folder=tmp_path, run_config={})
+    for step in range(4):
+        one.log({**ROW, "step": step})
+    assert "rows behind" in one.problem
