@@ -5,7 +5,7 @@ import math
 import types
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megaasync.config.schema import ConfigError
@@ -154,10 +154,12 @@ def read(cls: type, value: Any, key: str = "") -> Any:
         if name not in hints:
             near = did_you_mean(str(name), hints).replace("did you mean ", f"did you mean {prefix}")
             raise ConfigError(f"{prefix}{name}={value[name]!r}: unknown key{near}; known keys: {listed(hints)}")
+    has_default = {one.name for one in fields(cls) if one.default is not MISSING}
     for name in hints:
-        if name not in value:
+        if name not in value and name not in has_default:
             raise ConfigError(f"{prefix}{name}: missing; set {prefix}{name}=...")
-    return cls(**{name: _read_value(hint, value[name], prefix + name) for name, hint in hints.items()})
+    given = {name: hint for name, hint in hints.items() if name in value}
+    return cls(**{name: _read_value(hint, value[name], prefix + name) for name, hint in given.items()})
 
 
 def dotted_keys(cls: type, key: str = "") -> list[str]:

@@ -1,4 +1,7 @@
-"""What was asked for: the whole configuration as frozen dataclasses. Field names are the keys that users type."""
+"""What was asked for: the whole configuration as frozen dataclasses. Field names are the keys that users type.
+
+Keys that came later have a default, so that whole YAML files of users from before still do.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -325,7 +328,7 @@ class ParallelConfig:
     timeout_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
     """The training loop (group `train`).
 
@@ -362,7 +365,7 @@ class LoopConfig:
     eval_interval: int | None
     eval_sequences: int | None
     lr_schedule: Literal["constant", "cosine", "wsd"]
-    lr_schedule_steps: int | None
+    lr_schedule_steps: int | None = None
     warmup_steps: int
     final_lr_ratio: float
     decay_steps: int
@@ -388,7 +391,7 @@ class PythonStdlibData:
     name: Literal["python_stdlib"]
     cache_dir: str
     validation_fraction: float
-    tokenizer_bytes: int
+    tokenizer_bytes: int = 32_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,8 +444,8 @@ class HfData:
     tokenizer: str | None
     cache_dir: str
     validation_fraction: float
-    tokenizer_bytes: int
     on_bad_bytes: Literal["stop", "replace"]
+    tokenizer_bytes: int = 32_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,7 +532,7 @@ class LocalCluster:
         return self.gpus_per_node
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmCluster:
     """A SLURM cluster; `python -m megaasync.launch` writes and submits the job.
 
@@ -566,11 +569,11 @@ class SlurmCluster:
     gpu_tflops: float | None
     network_gbytes: float | None
     tasks_per_node: int | None
-    gpus_per_task: int | None
+    gpus_per_task: int | None = None
     cpus_per_task: int | None
-    job_name: str | None
-    mem: str | None
-    gres: str | None
+    job_name: str | None = None
+    mem: str | None = None
+    gres: str | None = None
     partition: str | None
     account: str | None
     qos: str | None
@@ -578,26 +581,26 @@ class SlurmCluster:
     exclude: str | None
     reservation: str | None
     time: str | None
-    comment: str | None
-    mail_type: str | None
-    mail_user: str | None
-    dependency: str | None
-    exclusive: bool
-    nice: int | None
-    wckey: str | None
+    comment: str | None = None
+    mail_type: str | None = None
+    mail_user: str | None = None
+    dependency: str | None = None
+    exclusive: bool = False
+    nice: int | None = None
+    wckey: str | None = None
     signal_seconds: int
     requeue: bool
     container_image: str | None
     container_runtime: Literal["pyxis", "apptainer"]
     mounts: tuple[str, ...]
     env: dict[str, str]
-    secrets: tuple[str, ...]
-    modules: tuple[str, ...]
+    secrets: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
     setup: tuple[str, ...]
     extra_sbatch: tuple[str, ...]
     python: str | None
     submit: bool
-    check_files: bool
+    check_files: bool = True
     preflight: bool
 
     @property
@@ -606,7 +609,7 @@ class SlurmCluster:
         return self.tasks_per_node or self.gpus_per_node
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DockerCluster:
     """Containers on this host; `python -m megaasync.launch` writes and starts one.
 
@@ -629,9 +632,9 @@ class DockerCluster:
     container_image: str
     mounts: tuple[str, ...]
     env: dict[str, str]
-    secrets: tuple[str, ...]
+    secrets: tuple[str, ...] = ()
     submit: bool
-    check_files: bool
+    check_files: bool = True
 
     @property
     def ranks_per_node(self) -> int | None:

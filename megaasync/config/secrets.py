@@ -65,12 +65,12 @@ def take_secrets(plain: dict[str, Any], environment: Mapping[str, str]) -> dict[
         ConfigError: a secret stands somewhere else in the config, where it would be written down.
     """
     cluster, found = plain.get("cluster"), {}
-    if isinstance(cluster, dict) and isinstance(cluster.get("env"), dict) and "secrets" in cluster:
+    if isinstance(cluster, dict) and isinstance(cluster.get("env"), dict):
         for name in [name for name in cluster["env"] if is_secret(str(name))]:
             value = cluster["env"].pop(name)
             if value is not None:
                 found[name] = str(value)
-            cluster["secrets"] = [*(one for one in cluster["secrets"] or [] if one != name), name]
+            cluster["secrets"] = [*(one for one in cluster.get("secrets") or [] if one != name), name]
         for line in cluster.get("setup") or ():
             match = _ASSIGNED.search(str(line))
             if match is not None and is_secret(match.group(1)):
@@ -82,7 +82,7 @@ def take_secrets(plain: dict[str, Any], environment: Mapping[str, str]) -> dict[
     for name, value in secret_values({**environment, **found}).items():
         for key, text in _texts(plain, ""):
             if value in text:
-                has_list = isinstance(cluster, dict) and "secrets" in cluster
+                has_list = isinstance(cluster, dict) and "env" in cluster
                 remedy = f"put its name into cluster.secrets=[{name}] instead" if has_list else "leave it out there"
                 raise ConfigError(
                     f"{key}: holds the value of {name}, which would be written into files that others can read; "

@@ -132,6 +132,19 @@ def test_numbers_beyond_sense_are_refused_with_the_remedy(changes, words):
     assert all(word in str(refused.value) for word in words), refused.value
 
 
+def test_a_users_whole_yaml_from_before_a_key_existed_still_does():
+    new = {"gpus_per_task", "job_name", "mem", "gres", "comment", "mail_type", "mail_user", "dependency", "nice"}
+    new |= {"wckey", "exclusive", "secrets", "modules", "check_files"}
+    old = {name: value for name, value in SLURM.items() if name not in new}
+    plain = plain_config(cluster=old)
+    del plain["train"]["lr_schedule_steps"]
+    config = validate(read(TrainConfig, plain))
+    assert config.cluster == slurm() and config.train.lr_schedule_steps is None
+    del old["nodes"]
+    with pytest.raises(ConfigError, match=r"cluster\.nodes: missing"):
+        read(TrainConfig, plain_config(cluster=old))
+
+
 def test_digits_are_text_too():
     assert slurm(account=1234).account == "1234"
 
