@@ -218,6 +218,8 @@ def main() -> None:
         except (ConfigError, DataError) as error:
             fail(str(error), status=CONFIG_ERROR_STATUS)
 
+    if any(one.startswith("hydra/launcher=") for one in sys.argv):
+        fail("hydra/launcher: the runs of a launch become one job array; leave it out", status=CONFIG_ERROR_STATUS)
     run_app(collect, name="launch", collects=True)
     if not runs:  # --cfg job and the like have answered
         return

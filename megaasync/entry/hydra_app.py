@@ -18,6 +18,7 @@ from typing import Any, get_args, get_type_hints
 
 import hydra
 import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -271,15 +272,27 @@ def _records_folder(arguments: Sequence[str]) -> Path:
     return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}-sweep"
 
 
-def _end_sweep(records: Path, *, task_is_collected: bool) -> None:
+def _count_runs(arguments: Sequence[str]) -> int:
+    """Runs of a sweep by the overrides of its command line; at least one, whatever another sweeper makes of them."""
+    words = [one for one in arguments if "=" in one and not one.startswith(("-", "hydra"))]
+    batches = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)
+    return max(sum(map(len, batches)), 1)
+
+
+def _end_sweep(records: Path, *, expected: int, task_is_collected: bool) -> None:
     """Print what became of the runs of a sweep.
+
+    Args:
+        records: folder with a file for each run that came to an end, good or bad.
+        expected: number of runs; one without a record died, as where a launcher's process cannot load it.
+        task_is_collected: there is nothing to print.
 
     Raises:
         SystemExit: a run failed, or left no record because its process died.
     """
     found = [json.loads(path.read_text()) for path in records.glob("[0-9]*.json")]
     rows = sorted(found, key=lambda row: row["number"])
-    missing = sorted(set(range(max((row["number"] for row in rows), default=-1) + 1)) - {row["number"] for row in rows})
+    missing = sorted(set(range(expected)) - {row["number"] for row in rows})
     failed = [row for row in rows if row["status"] in (1, CONFIG_ERROR_STATUS)]
     if not task_is_collected:
         for row in rows:
@@ -356,5 +369,6 @@ def run_app(task: Callable[[dict[str, Any]], None], *, name: str = "pretrain", c
             fail(explain(error), status=CONFIG_ERROR_STATUS)
         if any(one in ("--cfg", "-c", "--info") for one in sys.argv):
             fail_if_unread()
-        if records is not None and records.exists():
-            _end_sweep(records, task_is_collected=collects)
+        is_answer = any(one in ("--cfg", "-c", "--info", "-i") for one in sys.argv)
+        if records is not None and not is_answer:
+            _end_sweep(records, expected=_count_runs(sys.argv[1:]), task_is_collected=collects)

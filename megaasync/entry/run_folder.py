@@ -226,7 +226,7 @@ def where_to_go_on(
 def _check_same_run(
     config: TrainConfig, plain: Mapping[str, Any], folder: Path, *, data: Identity | None = None
 ) -> None:
-    """A run that was lost before its first checkpoint is begun again only by the same command: its rows go.
+    """A run that was lost before its first checkpoint starts over only with the same config: its rows are discarded.
 
     Raises:
         ConfigError: something that decides its numbers differs, or cannot be known.

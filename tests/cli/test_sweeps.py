@@ -11,6 +11,7 @@ import pytest
 
 from megaasync.config import TrainConfig
 from megaasync.entry.help import render_help
+from megaasync.entry.hydra_app import _count_runs, _end_sweep
 from tests.support.cli import TINY, environment, pretrain, summary
 
 SWEEP = ["-m", *TINY, "model.num_layers=1", "train.steps=2", "checkpoint.interval=null", "run.dir=sweep"]
@@ -124,3 +125,17 @@ def test_ctrl_c_in_the_first_second_is_quiet(tmp_path):
         # an interrupt while Python itself starts is Python's to tell of
         assert "Traceback" not in err or "/megaasync/" not in err, (moment, err)
         assert process.returncode in (130, 1, -signal.SIGINT), (moment, process.returncode, err)
+
+
+def test_a_run_without_a_record_has_failed(tmp_path):
+    """As where a launcher's process could not load the job: all of them, or the last one."""
+    words = ["-m", "optimizer.lr=0.1,0.2", "train.seed=1,2", "hydra/launcher=joblib", "run.dir=x"]
+    assert _count_runs(words) == 4 and _count_runs(["train.seed=1"]) == 1
+    for done in (0, 3):
+        for number in range(done):
+            (tmp_path / f"{number}.json").write_text(json.dumps({"number": number, "overrides": [], "status": 0}))
+        with pytest.raises(SystemExit) as end:
+            _end_sweep(tmp_path, expected=4, task_is_collected=False)
+        assert end.value.code == 1
+    (tmp_path / "3.json").write_text(json.dumps({"number": 3, "overrides": [], "status": 0}))
+    _end_sweep(tmp_path, expected=4, task_is_collected=False)

@@ -414,6 +414,7 @@ def test_launch_without_slurm_or_with_a_refusal_says_so(tmp_path, monkeypatch):
         ([*SLURM, "cluster.partitoin=x"], ["cluster.partitoin", "did you mean cluster.partition"]),
         ([*SLURM, "run.dir=/proc/x"], ["run.dir=/proc/x", "all nodes see"]),
         (["-m", *SLURM, "cluster.time=100,200"], ["same cluster.* keys"]),
+        (["-m", *SLURM, "train.seed=1,2", "hydra/launcher=joblib"], ["hydra/launcher", "one job array"]),
     ],
     ids=lambda v: v[-1],
 )
