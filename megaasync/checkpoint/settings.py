@@ -17,7 +17,7 @@ _OF_TRAINING = (
     ("optimizer", "lr"),
     ("optimizer", "weight_decay"),
 )
-_BEFORE = {"document_mask": False}  # what older checkpoints do not say
+_BEFORE = {"document_mask": False, "qk_norm": False}  # what older checkpoints do not say
 _FREE = ("lr", "weight_decay", "newton_schulz_precision")  # of the optimizer: the last one changes rounding only
 _OF_RUN = ("cache_dir",)  # keys that say where something is, not what
 
@@ -56,7 +56,7 @@ def check_settings(
 
     other = "a checkpoint cannot be resumed with another one"
     for key in sorted({*plain["model"], *then["model"]} - {"name"}):
-        differ(f"model.{key}", plain["model"].get(key), then["model"].get(key), other)
+        differ(f"model.{key}", plain["model"].get(key), then["model"].get(key, _BEFORE.get(key)), other)
     differ("train.dtype", plain["train"]["dtype"], then["train"]["dtype"], other)
     differ("optimizer", without(plain["optimizer"], _FREE), without(then["optimizer"], _FREE), other)
     if override:

@@ -61,6 +61,7 @@ class ModelConfig:
         norm_eps: epsilon of RMSNorm.
         init_std: standard deviation of initial weights; output projections divide it by sqrt(2 num_layers).
         moe: null for a dense model.
+        qk_norm: RMSNorm over each head of queries and keys before the rotary positions, as Qwen3 has it.
     """
 
     name: str
@@ -76,6 +77,7 @@ class ModelConfig:
     norm_eps: float
     init_std: float
     moe: MoeConfig | None
+    qk_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)

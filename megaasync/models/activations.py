@@ -61,6 +61,9 @@ def _attention(config: ModelConfig, sizes: ActivationSizes) -> float:
     head_size = config.hidden_size // config.num_heads
     rows = (2 * config.num_heads + 2 * config.num_kv_heads) * head_size  # queries and outputs, keys and values
     heads = rows * sizes.compute + config.num_heads * sizes.exact  # with a log-sum per head
+    if config.qk_norm:  # what the two norms take, and one number per head
+        normed = config.num_heads + config.num_kv_heads
+        heads += normed * (head_size * sizes.compute + sizes.exact)
     return _normed(config, sizes) + sizes.tokens * heads / sizes.tensor
 
 

@@ -1,7 +1,6 @@
 """Initial weights that do not depend on the layout: each parameter's draw is seeded by its name in the whole model."""
 
 import hashlib
-import math
 from collections.abc import Mapping
 
 import torch
@@ -9,8 +8,8 @@ from torch import Tensor
 
 from megaasync.config.schema import ModelConfig
 from megaasync.distributed.sharding import Shape
-
-_RESIDUAL = ("attention.output.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
+from megaasync.models.parameters import parameter_spec
+from megaasync.optim.routing import Role
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
@@ -36,10 +35,9 @@ def initialize_(
     shapes: Mapping[str, Shape] | None = None,
     parts: Mapping[str, Part] | None = None,
 ) -> None:
-    """Fill a stage's parameters in place: norms with ones, the rest normal with `init_std`.
+    """Fill a stage's parameters in place, as the table in `models/parameters.py` says.
 
-    Projections back into the residual stream divide it by sqrt(2 num_layers) (GPT-2). Each expert has a draw of its
-    own, so that a rank draws only the experts that it holds.
+    Each expert has a draw of its own, so that a rank draws only the experts that it holds.
 
     Args:
         parameters: by name, in any dtype; masters of at least float32 keep every bit of the draw.
@@ -50,15 +48,14 @@ def initialize_(
     """
     with torch.no_grad():
         for name, parameter in parameters.items():
-            if name.endswith("norm.weight"):
+            spec = parameter_spec(name)
+            if spec.init == "ones":
                 parameter.fill_(1.0)
                 continue
             shape = parameter.shape if shapes is None else shapes[name]
             part = tuple(map(range, shape)) if parts is None else parts[name]
-            std = config.init_std
-            if name.endswith(_RESIDUAL):
-                std /= math.sqrt(2 * config.num_layers)
-            if len(shape) == 3:
+            std = spec.std(config)
+            if spec.role is Role.EXPERTS:
                 for mine, expert in enumerate(part[0]):
                     parameter[mine] = _draw(shape[1:], part[1:], std=std, seed=seed, name=f"{name}.{expert}")
             else:

@@ -54,6 +54,7 @@ class TransformerBlock(nn.Module):
             hidden_size=hidden,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
+            norm_eps=config.norm_eps if config.qk_norm else None,
             tensor=tensor,
             computation=computation,
         )

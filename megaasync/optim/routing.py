@@ -1,4 +1,4 @@
-"""Which rule and which decay each parameter gets: by its name and shape, as a table that can be printed."""
+"""Which rule and which weight decay each parameter gets, by its role in the model: a table that can be printed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,19 +46,6 @@ class Route:
     is_matrix_rule: bool
 
 
-def role_of(name: str, shape: Shape) -> Role:
-    """The role of a parameter, by its name in the whole model."""
-    if name.startswith("embedding."):
-        return Role.EMBEDDING
-    if name.startswith("head."):
-        return Role.HEAD
-    if ".router." in name:
-        return Role.ROUTER
-    if len(shape) < 2 or min(shape[-2:]) == 1:
-        return Role.VECTOR
-    return Role.EXPERTS if len(shape) == 3 else Role.MATRIX
-
-
 def rules_of(optimizer: OptimizerConfig) -> tuple[UpdateRule, UpdateRule | None]:
     """(for elements, for hidden and expert matrices if they get another one)."""
     match optimizer:
@@ -92,20 +79,19 @@ def rules_of(optimizer: OptimizerConfig) -> tuple[UpdateRule, UpdateRule | None]
             return AdamW(optimizer.betas, optimizer.eps), matrix
 
 
-def route_parameters(shapes: Mapping[str, Shape], optimizer: OptimizerConfig) -> dict[str, Route]:
+def route_parameters(roles: Mapping[str, Role], optimizer: OptimizerConfig) -> dict[str, Route]:
     """The routing table.
 
     Norms and other vectors get no weight decay; everything else does. Under matrix rules, hidden matrices and
     expert matrices get that rule, the rest goes to AdamW with the same lr.
 
     Args:
-        shapes: parameter shapes by name.
+        roles: by name of the parameter (`megaasync.models.parameters.roles_of`).
         optimizer: the optimizer group of the config.
     """
     element, matrix = rules_of(optimizer)
     table = {}
-    for name, shape in shapes.items():
-        role = role_of(name, shape)
+    for name, role in roles.items():
         takes_matrix = matrix is not None and role in (Role.MATRIX, Role.EXPERTS)
         decay = 0.0 if role is Role.VECTOR else optimizer.weight_decay
         table[name] = Route(role, matrix if takes_matrix else element, decay, takes_matrix)

@@ -30,7 +30,7 @@ from megaasync.distributed.rank_group import RankGroup
 from megaasync.kernels.backend import Kernels
 from megaasync.kernels.choose import choose_kernels
 from megaasync.models.initialize import initialize_
-from megaasync.models.sharding import REDUCTIONS
+from megaasync.models.parameters import REDUCTIONS, layer_number, parameter_spec
 from megaasync.models.transformer import DecoderStage, Splits
 from megaasync.nn.computation import Computation
 from megaasync.nn.precision import at_least_float32
@@ -41,6 +41,7 @@ from megaasync.observe.trace import Recorder
 from megaasync.optim.data_parallel import DataParallel
 from megaasync.optim.delay_compensation import DelayCompensation
 from megaasync.optim.lr_schedule import LearningRate, LrShape
+from megaasync.optim.routing import Role
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.channels import Channels, Transport, group_names
 from megaasync.pipeline.executor import Executor
@@ -435,13 +436,12 @@ def _checkpoints(
     states = []
     for stage in stages:
         sizes = StageSizes(config, schedule, index=stage.index)
-        first_dense = config.model.moe.first_dense_layers if config.model.moe else config.model.num_layers
         states.append(
             StageState(
                 stage,
                 shapes=sizes.shapes,
                 parts=sizes.parts(rank=rank),
-                router_layers=[layer for layer in sizes.layers if layer >= first_dense],
+                router_layers=[layer_number(n) for n in sizes.shapes if parameter_spec(n).role is Role.ROUTER],
             )
         )
     keeper = None

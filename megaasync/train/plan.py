@@ -12,7 +12,9 @@ from megaasync.config.schema import ModelConfig, Taylor, TrainConfig
 from megaasync.distributed.sharding import Shape
 from megaasync.models.activations import ActivationSizes, stage_bytes, workspace
 from megaasync.models.flops import flops_per_token, forward_flops
+from megaasync.models.parameters import parameter_spec
 from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.routing import Role
 from megaasync.optim.update_rule import state_elements
 from megaasync.schedules import (
     SCHEDULES,
@@ -74,7 +76,7 @@ def count_parameters(shapes: Mapping[str, Shape], model: ModelConfig) -> tuple[i
     for name, shape in shapes.items():
         count = math.prod(shape)
         total += count
-        is_expert = ".experts." in name
+        is_expert = parameter_spec(name).role is Role.EXPERTS
         active += count * model.moe.top_k // model.moe.num_experts if is_expert else count
     return total, active
 

@@ -10,8 +10,8 @@ from megaasync.config.schema import TrainConfig
 from megaasync.distributed.sharding import Shape, Sharding
 from megaasync.models.activations import ActivationSizes
 from megaasync.models.initialize import Part
+from megaasync.models.parameters import roles_of, sharding_of
 from megaasync.models.partition import deal_layers
-from megaasync.models.sharding import sharding_of
 from megaasync.models.transformer import TIED_PARAMETER, stage_shapes
 from megaasync.nn.precision import at_least_float32
 from megaasync.optim.flat_layout import FlatLayout
@@ -91,7 +91,7 @@ class StageSizes:
     @cached_property
     def routes(self) -> dict[str, Route]:
         """By name."""
-        return route_parameters(self.shapes, self._config.optimizer)
+        return route_parameters(roles_of(self.shapes), self._config.optimizer)
 
     def parts(self, *, rank: int) -> dict[str, Part]:
         """What a rank has of each parameter."""

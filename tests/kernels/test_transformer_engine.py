@@ -120,7 +120,7 @@ CASES = {
     "two stages, experts": {"parallel__pipeline": 2},
     "sigmoid with a bias": {"model__moe__score_function": "sigmoid", "model__moe__bias_update_rate": 0.01},
     "softmax before": {"model__moe__normalize_top_k": False},
-    "sequence parallel": {"parallel__tensor": 2, "parallel__sequence_parallel": True},
+    "sequence parallel": {"parallel__tensor": 2, "parallel__sequence_parallel": True, "model__qk_norm": True},
     "tensor": {"parallel__tensor": 2, "model__tie_embeddings": True},
     "odd vocabulary": {"parallel__tensor": 2, "model__vocab_size": 65},
     "expert": {"parallel__expert": 2},

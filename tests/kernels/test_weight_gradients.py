@@ -16,6 +16,7 @@ from megaasync.kernels.weight_gradients import (
     use_queue,
 )
 from megaasync.models.initialize import initialize_
+from megaasync.models.parameters import roles_of
 from megaasync.models.transformer import DecoderStage
 from megaasync.optim.flat_layout import FlatLayout
 from megaasync.optim.routing import route_parameters
@@ -79,7 +80,7 @@ def test_a_sum_goes_on_when_its_step_comes_again():
     config = small_config(model__moe=None)
     modules = [DecoderStage(config.model, range(4)) for _ in range(2)]
     shapes = {name: tuple(one.shape) for name, one in modules[0].named_parameters()}
-    layout = FlatLayout(shapes, route_parameters(shapes, config.optimizer))
+    layout = FlatLayout(shapes, route_parameters(roles_of(shapes), config.optimizer))
     sums = GradientBuffers(modules, layout, num_buffers=2, dtype=torch.float32)
     sums.attach(modules[0], 0)
     next(modules[0].parameters()).main_grad.add_(1.0)

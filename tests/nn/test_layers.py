@@ -12,8 +12,8 @@ from megaasync.distributed.rank_group import RankGroup
 from megaasync.kernels.grouped_linear import grouped_linear_loop
 from megaasync.kernels.weight_gradients import expert_linear
 from megaasync.models.initialize import initialize_
+from megaasync.models.parameters import sharding_of
 from megaasync.models.partition import deal_layers, head_cost, layer_cost
-from megaasync.models.sharding import sharding_of
 from megaasync.models.transformer import DecoderStage, Splits
 from megaasync.nn.loss import cross_entropy_sum
 from megaasync.nn.moe import MoE

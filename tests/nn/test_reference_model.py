@@ -38,6 +38,12 @@ def rotate(x, position, theta):
 def attention(x, w, config):
     length, size = len(x), config.hidden_size // config.num_heads
     q, k, v = (x @ w[f"{name}.weight"].T for name in ("query", "key", "value"))
+    if config.qk_norm:
+        norms = {"query": w["query_norm.weight"], "key": w["key_norm.weight"]}
+        q, k = (
+            rms_norm(x.reshape(length, -1, size), norms[name], config.norm_eps).reshape(length, -1)
+            for name, x in (("query", q), ("key", k))
+        )
     out = np.zeros((length, config.num_heads * size))
     for head in range(config.num_heads):
         shared = head // (config.num_heads // config.num_kv_heads)
@@ -94,8 +100,9 @@ def loss_sum(weights, tokens, labels, mask, config):
         {"model__moe": None, "model__tie_embeddings": True},
         # an epsilon that matters, a rotary base that turns fast, one head each
         {"model__norm_eps": 0.3, "model__rope_theta": 3.0, "model__num_heads": 2, "model__num_kv_heads": 1},
+        {"model__qk_norm": True, "model__norm_eps": 0.3},
     ],
-    ids=["moe", "dense tied", "other constants"],
+    ids=["moe", "dense tied", "other constants", "query and key norms"],
 )
 def test_the_model_is_the_formulas(overrides):
     config = small_config(**overrides).model

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from megaasync.models.parameters import roles_of
 from megaasync.optim.flat_layout import FlatLayout
 from megaasync.optim.newton_schulz import orthogonalize
-from megaasync.optim.routing import Role, role_of, route_parameters
+from megaasync.optim.routing import Role, route_parameters
 from megaasync.optim.stage_optimizer import StageOptimizer
 from tests.support.configs import small_config
 
@@ -34,7 +35,7 @@ class Product:
     """The product's optimizer on named tensors."""
 
     def __init__(self, config, initial, learning_rate, error_feedback=False):
-        self.layout = FlatLayout(SHAPES, route_parameters(SHAPES, config.optimizer))
+        self.layout = FlatLayout(SHAPES, route_parameters(roles_of(SHAPES), config.optimizer))
         self.optimizer = StageOptimizer(
             self.layout,
             list(initial.values()),
@@ -96,7 +97,7 @@ def test_muon_equals_torch_in_float32():
     import torch.optim._muon as torch_muon
 
     config = small_config("muon")
-    shapes = {n: s for n, s in SHAPES.items() if role_of(n, s) is Role.MATRIX}
+    shapes = {n: s for n, s in SHAPES.items() if roles_of(SHAPES)[n] is Role.MATRIX}
     initial = random_tensors(1)
     ours = Product(config, initial, lr_of)
     theirs = {n: torch.nn.Parameter(initial[n].clone()) for n in shapes}
@@ -167,13 +168,14 @@ def test_the_gradient_is_scaled_before_the_rule_sees_it():
 
 def test_routing_table():
     config = small_config("muon")
-    table = route_parameters(SHAPES, config.optimizer)
+    table = route_parameters(roles_of(SHAPES), config.optimizer)
     muon = {n for n, route in table.items() if type(route.rule).__name__ == "Muon"}
     assert muon == {n for n in SHAPES if "attention" in n or "experts" in n}
     assert {n for n, route in table.items() if route.weight_decay == 0} == {"layers.0.mlp_norm.weight"}
     assert {r.role for r in table.values()} == set(Role)
     assert all(
-        type(r.rule).__name__ == "AdamW" for r in route_parameters(SHAPES, small_config("adamw").optimizer).values()
+        type(r.rule).__name__ == "AdamW"
+        for r in route_parameters(roles_of(SHAPES), small_config("adamw").optimizer).values()
     )
 
 
@@ -191,7 +193,7 @@ def test_a_zero_gradient_gives_decay_only(optimizer):
 
 def test_equal_matrices_are_one_stack():
     """Newton-Schulz runs once per shape, not once per tensor."""
-    layout = FlatLayout(SHAPES, route_parameters(SHAPES, small_config("muon").optimizer))
+    layout = FlatLayout(SHAPES, route_parameters(roles_of(SHAPES), small_config("muon").optimizer))
     stacks = sorted(tuple(g.view(torch.zeros(layout.size)).shape) for g in layout.runs if g.matrix_shape)
     assert stacks == [(1, 3, 6), (2, 6, 6), (4, 5, 6), (4, 6, 5)]
 
@@ -214,7 +216,7 @@ def test_a_step_in_parts_is_the_step(optimizer, monkeypatch):
 
 
 def test_views_cover_the_buffer_once():
-    layout = FlatLayout(SHAPES, route_parameters(SHAPES, small_config("muon").optimizer))
+    layout = FlatLayout(SHAPES, route_parameters(roles_of(SHAPES), small_config("muon").optimizer))
     flat = torch.zeros(layout.size)
     for view in layout.views(flat):
         view.add_(1)
@@ -259,7 +261,7 @@ def test_orthogonalisation_leaves_its_input_and_zero_alone():
 def test_float32_master_moves_where_bfloat16_would_not():
     """Weight 1.0, update 1e-4, 100 steps: the master moves by 1e-2 though bf16 cannot hold a single step."""
     layout = FlatLayout(
-        {"w": (8, 8)}, route_parameters({"w": (8, 8)}, small_config("sgd", optimizer__weight_decay=0.0).optimizer)
+        {"w": (8, 8)}, route_parameters({"w": Role.MATRIX}, small_config("sgd", optimizer__weight_decay=0.0).optimizer)
     )
     start = torch.ones(8, 8, dtype=torch.bfloat16)
     optimizer = StageOptimizer(layout, [start], dtype=torch.float32, learning_rate=lambda k: 1e-4)
@@ -279,7 +281,7 @@ def test_stability_limits_on_a_quadratic(mode, stable, unstable):
     optimizer_config = small_config("sgd", optimizer__weight_decay=0.0).optimizer
 
     def end(a):
-        layout = FlatLayout({"w": (1,)}, route_parameters({"w": (1,)}, optimizer_config))
+        layout = FlatLayout({"w": (1,)}, route_parameters({"w": Role.VECTOR}, optimizer_config))
         optimizer = StageOptimizer(
             layout,
             [torch.ones(1, dtype=torch.float64)],

@@ -14,6 +14,7 @@ from megaasync.distributed.groups import join_group, leave_group
 from megaasync.distributed.mesh import Mesh
 from megaasync.distributed.sharding import Sharding
 from megaasync.entry.spawn import spawn_ranks
+from megaasync.models.parameters import roles_of
 from megaasync.optim.data_parallel import DataParallel
 from megaasync.optim.flat_layout import FlatLayout
 from megaasync.optim.newton_schulz import orthogonalize
@@ -123,7 +124,7 @@ def odd_rank(environment, ranks):
     axes = ("data", "expert")
     layout = FlatLayout(
         SHAPES,
-        route_parameters(SHAPES, small_config("muon").optimizer),
+        route_parameters(roles_of(SHAPES), small_config("muon").optimizer),
         shardings=dict.fromkeys(SHAPES, Sharding(None, 0, axes)),
         mesh=mesh.layout,
         rank=mesh.rank,

@@ -1,6 +1,7 @@
 """Every layout over {tensor, expert, pipeline, data} gives the numbers of one rank, in float64 with clipping on.
 
-Vocabulary and number of matrices divide by nothing; all that balances the experts is on.
+Vocabulary and number of matrices divide by nothing; all that balances the experts is on, and so are the norms of
+queries and keys, which all heads share though tensor-parallel ranks have some of them each.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from tests.support.configs import BALANCED, small_config
 from tests.support.runs import RunNumbers, assert_same_run, run
 
 TOLERANCE = 1e-9
-ODD = {**BALANCED, "model__vocab_size": 101, "train__micro_batch_size": 1}
+ODD = {**BALANCED, "model__vocab_size": 101, "train__micro_batch_size": 1, "model__qk_norm": True}
 DENSE = {"model__moe": None, "model__vocab_size": 101, "train__micro_batch_size": 1}
 
 
@@ -67,6 +68,7 @@ COVERING = [
     ((2, 2, 1, 1), "1f1b", "adamw", True, ODD),
     ((2, 1, 1, 2), "2bw", "muon", False, DENSE),
     ((1, 2, 1, 2), "1f1b", "muon", False, ODD),
+    ((2, 1, 1, 1), "1f1b", "adamw", False, {**DENSE, "model__qk_norm": True}),
 ]
 
 

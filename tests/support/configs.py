@@ -87,6 +87,7 @@ _BASE: dict[str, Any] = {
         "rope_theta": 10000.0,
         "norm_eps": 1e-5,
         "init_std": 0.1,
+        "qk_norm": False,
         "moe": {
             "num_experts": 4,
             "top_k": 2,

@@ -14,7 +14,7 @@ from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.entry.spawn import spawn_ranks
-from megaasync.models.sharding import sharding_of
+from megaasync.models.parameters import sharding_of
 from megaasync.train.build import CheckpointFiles, build_trainer
 
 

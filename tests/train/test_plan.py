@@ -95,6 +95,8 @@ def test_wrong_layouts_for_a_cluster(tmp_path):
         {"train__recompute": "selective", "parallel__expert": 2, "parallel__tensor": 2},
         {"train__recompute": "selective", "model__moe": None},
         {"train__recompute": "full"},
+        {"model__qk_norm": True, "parallel__tensor": 2, "parallel__sequence_parallel": True},
+        {"model__qk_norm": True, "train__recompute": "selective"},
         {"train__document_mask": True, "data": {"name": "indexed", "path": "none", "validation_path": None}},
     ],
     ids=[
@@ -108,6 +110,8 @@ def test_wrong_layouts_for_a_cluster(tmp_path):
         "selective expert",
         "selective dense",
         "full",
+        "query and key norms",
+        "selective query and key norms",
         "documents",
     ],
 )

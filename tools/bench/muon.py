@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megaasync.config.schema import ModelConfig, MuonConfig
+from megaasync.models.parameters import roles_of
 from megaasync.models.transformer import stage_shapes
 from megaasync.optim.flat_layout import FlatLayout
 from megaasync.optim.newton_schulz import KELLER
@@ -21,7 +22,7 @@ CONFIG = MuonConfig("muon", 0.004, 0.1, 0.95, 5, "auto", (0.9, 0.95), 1e-8)
 def matrix_shapes(model: ModelConfig, layers: range, *, at_most: int | None = None) -> dict[str, tuple[int, ...]]:
     """The hidden and expert matrices of some layers, by name."""
     shapes = stage_shapes(model, layers)
-    routes = route_parameters(shapes, CONFIG)
+    routes = route_parameters(roles_of(shapes), CONFIG)
     names = [name for name in shapes if routes[name].role in (Role.MATRIX, Role.EXPERTS)]
     return {name: shapes[name] for name in names[:at_most]}
 
@@ -30,7 +31,7 @@ class OurStep:
     """A stage's optimizer on random weights and gradients."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
-        layout = FlatLayout(shapes, route_parameters(shapes, CONFIG))
+        layout = FlatLayout(shapes, route_parameters(roles_of(shapes), CONFIG))
         draw = torch.Generator(device).manual_seed(0)
         self.weights = [torch.randn(shape, generator=draw, device=device) for shape in shapes.values()]
         self.optimizer = StageOptimizer(layout, self.weights, dtype=torch.float32, learning_rate=lambda _: CONFIG.lr)

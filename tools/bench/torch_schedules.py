@@ -21,6 +21,7 @@ from megaasync.data.synthetic import MarkovSource
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.models.initialize import initialize_
+from megaasync.models.parameters import roles_of
 from megaasync.models.partition import deal_layers
 from megaasync.models.transformer import DecoderStage
 from megaasync.nn.loss import cross_entropy_sum
@@ -208,7 +209,7 @@ class _Updated:
     def __init__(self, module: DecoderStage, config: TrainConfig) -> None:
         parameters = dict(module.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        layout = FlatLayout(shapes, route_parameters(shapes, config.optimizer))
+        layout = FlatLayout(shapes, route_parameters(roles_of(shapes), config.optimizer))
         dtype = at_least_float32(DTYPES[config.train.dtype])
         self.optimizer = StageOptimizer(
             layout,
