@@ -13,7 +13,7 @@ if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_
 __version__ = "0.1.0"
 
 _HOMES = {
-    "TrainConfig": "megaasync.config",
+    "Config": "megaasync.config",
     "build_trainer": "megaasync.train.build",
     "PipelineSchedule": "megaasync.schedules",
     "SCHEDULES": "megaasync.schedules",
@@ -23,8 +23,8 @@ _HOMES = {
 
 __all__ = [
     "SCHEDULES",
+    "Config",
     "PipelineSchedule",
-    "TrainConfig",
     "build_trainer",
     "check",
     "render",

@@ -19,7 +19,7 @@ from megaasync.cluster.docker import docker_command
 from megaasync.cluster.record import LAUNCH_RECORD, code_hash, environment_record
 from megaasync.cluster.script import Job, JobRun, render_script
 from megaasync.cluster.submit import check_no_job, note_job, submit
-from megaasync.config import ConfigError, TrainConfig, read, validate
+from megaasync.config import Config, ConfigError, read, validate
 from megaasync.config.identity import config_hash
 from megaasync.config.schema import DockerCluster, SlurmCluster
 from megaasync.config.secrets import redacted
@@ -50,7 +50,7 @@ class _Wanted:
         overrides: as typed, without run.dir; written down for people.
     """
 
-    config: TrainConfig
+    config: Config
     plain: dict[str, Any]
     overrides: tuple[str, ...]
 
@@ -61,7 +61,7 @@ def _check(plain: dict[str, Any]) -> _Wanted:
     Raises:
         ConfigError: it is wrong, or not for a cluster.
     """
-    config = validate(resolve_data(read(TrainConfig, plain), plain, None))
+    config = validate(resolve_data(read(Config, plain), plain, None))
     if not isinstance(config.cluster, SlurmCluster | DockerCluster):
         raise ConfigError(
             f"cluster={config.cluster.name}: nothing to set up; set cluster=slurm or cluster=docker, or start it here "
@@ -74,7 +74,7 @@ def _check(plain: dict[str, Any]) -> _Wanted:
     return _Wanted(config, plain, tuple(one for one in current_overrides() if not one.startswith(own)))
 
 
-def _label(config: TrainConfig) -> str:
+def _label(config: Config) -> str:
     return f"{config.model.name}-{config.optimizer.name}-{config.schedule.name}"
 
 
@@ -142,7 +142,7 @@ def _launch(runs: list[_Wanted], *, wish: str | None) -> None:
 
 
 def _start_slurm(
-    config: TrainConfig, cluster: SlurmCluster, runs: tuple[JobRun, ...], base: Path, needed: tuple[Path, ...]
+    config: Config, cluster: SlurmCluster, runs: tuple[JobRun, ...], base: Path, needed: tuple[Path, ...]
 ) -> None:
     python = cluster.python or ("python" if cluster.container_image else shlex.quote(sys.executable))
     job = Job(

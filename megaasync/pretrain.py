@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from megaasync.cluster.script import ENDED
-from megaasync.config import ConfigError, TrainConfig, phases_of, read, validate
+from megaasync.config import Config, ConfigError, phases_of, read, validate
 from megaasync.config.layout import AXES
 from megaasync.data import DataError
 from megaasync.distributed import DeviceError, TransportError
@@ -34,7 +34,7 @@ from megaasync.pipeline import TrainingError
 _LONGEST_PAUSE = 60.0  # seconds before a restart
 
 
-def resolve_data(config: TrainConfig, plain: dict[str, Any], environment: RankEnvironment | None) -> TrainConfig:
+def resolve_data(config: Config, plain: dict[str, Any], environment: RankEnvironment | None) -> Config:
     """Make `parallel.data=auto` the number of ranks that the other axes leave, here and in the plain config."""
     parallel, counts = config.parallel, (config.cluster.nodes, config.cluster.ranks_per_node or 1)
     if parallel.data != "auto" or min(parallel.tensor, parallel.expert, parallel.pipeline, *counts) < 1:
@@ -56,7 +56,7 @@ def resolve_data(config: TrainConfig, plain: dict[str, Any], environment: RankEn
     return replace(config, parallel=replace(config.parallel, data=launched // others))
 
 
-def _check_world(config: TrainConfig, environment: RankEnvironment | None) -> None:
+def _check_world(config: Config, environment: RankEnvironment | None) -> None:
     if environment is not None and environment.world_size != config.world_size:
         layout, launched = config.layout, environment.world_size
         others = replace(layout, data=1).world_size
@@ -68,7 +68,7 @@ def _check_world(config: TrainConfig, environment: RankEnvironment | None) -> No
         )
 
 
-def _print_plan(config: TrainConfig) -> None:
+def _print_plan(config: Config) -> None:
     """Print the plan and write it as plan.json, into the run folder if the config names one."""
     planner = importlib.import_module("megaasync.train.plan")
     plan = planner.make_plan(config)
@@ -84,9 +84,7 @@ def _print_plan(config: TrainConfig) -> None:
     fail_if_unread()
 
 
-def _prepare(
-    config: TrainConfig, plain: dict[str, Any], *, is_first: bool, writes_config: bool
-) -> tuple[Any, Claim | None]:
+def _prepare(config: Config, plain: dict[str, Any], *, is_first: bool, writes_config: bool) -> tuple[Any, Claim | None]:
     """Data and run folder, on the rank or launcher that makes them."""
     prepare = importlib.import_module("megaasync.data.prepare")
     say = (lambda line: print(line, flush=True)) if is_first else (lambda line: None)
@@ -166,7 +164,7 @@ def _end_rank(message: str, status: int, plain: dict[str, Any], claim: Claim | N
     os._exit(status)
 
 
-def _run_here(config: TrainConfig, plain: dict[str, Any], prepared: Any, claim: Claim, *, began: float) -> None:
+def _run_here(config: Config, plain: dict[str, Any], prepared: Any, claim: Claim, *, began: float) -> None:
     """Run on ranks of this host, and again from the last checkpoint as often as the config says.
 
     Restarts are counted from the last one that had a newer checkpoint to go on from: a run of a month may fail more
@@ -228,7 +226,7 @@ def pretrain(plain: dict[str, Any], *, is_from_folder: bool = False) -> None:
 
     try:
         environment = launched_environment()
-        config = validate(resolve_data(read(TrainConfig, plain), plain, environment))
+        config = validate(resolve_data(read(Config, plain), plain, environment))
         if config.dry_run:
             _print_plan(config)
             return
@@ -284,7 +282,7 @@ def pretrain(plain: dict[str, Any], *, is_from_folder: bool = False) -> None:
             claim.close()
 
 
-def _rank_names(config: TrainConfig) -> list[str]:
+def _rank_names(config: Config) -> list[str]:
     """Ranks with their pipeline stages and, of axes with several ranks, where they stand; for messages."""
     schedule, layout = phases_of(config)[0].schedule, config.layout
     names = []

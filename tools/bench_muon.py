@@ -13,7 +13,7 @@ import torch
 
 from bench.muon import compare, matrix_shapes
 from command_line import compose_plain, one_message, read_pairs, wants_help
-from megaasync.config import ConfigError, TrainConfig, read
+from megaasync.config import Config, ConfigError, read
 from megaasync.entry.text_values import load_yaml
 
 _MATRICES_OF_A_LAYER = 7  # query, key, value, output, gate, up, down
@@ -37,7 +37,7 @@ class Options:
 def _shapes(model: str, count: int) -> dict[str, tuple[int, ...]]:
     layers = -(-count // _MATRICES_OF_A_LAYER)
     plain = compose_plain([f"model={model}", f"model.num_layers={layers}"])
-    config = read(TrainConfig, plain).model
+    config = read(Config, plain).model
     return matrix_shapes(config, range(layers), at_most=count)
 
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megaasync.config import TrainConfig, read, validate
+from megaasync.config import Config, read, validate
 from megaasync.entry.hydra_app import run_app
 from megaasync.entry.spawn import spawn_ranks
 
@@ -45,7 +45,7 @@ def run_rank(environment: Any, plain: dict[str, Any], folder: Path | None) -> di
     torch = importlib.import_module("torch")
     prepare = importlib.import_module("megaasync.data.prepare")
     timedelta = importlib.import_module("datetime").timedelta
-    config = validate(read(TrainConfig, plain))
+    config = validate(read(Config, plain))
     device = groups.choose_device(config.device, local_rank=environment.local_rank)
     groups.join_group(environment, device=device, timeout=timedelta(seconds=60))
     times, pauses, copies, sizes = _Times(), [], [], []
@@ -87,7 +87,7 @@ def bench(plain: dict[str, Any]) -> None:
         plain[group].update(values)
     plain["model"]["moe"] = None
     plain["train"]["steps"], plain["parallel"]["pipeline"] = STEPS, max(plain["parallel"]["pipeline"], 2)
-    ranks = validate(read(TrainConfig, plain)).world_size
+    ranks = validate(read(Config, plain)).world_size
     found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
     for number in range(ROUNDS):
         for kind in sorted(found, reverse=number % 2 == 1):

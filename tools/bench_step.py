@@ -13,7 +13,7 @@ import statistics
 import time
 from typing import Any
 
-from megaasync.config import TrainConfig, read, validate
+from megaasync.config import Config, read, validate
 from megaasync.entry.hydra_app import fail, run_app
 from megaasync.entry.spawn import spawn_ranks
 
@@ -70,7 +70,7 @@ def run_rank(environment: Any, plain: dict[str, Any], kind: str) -> dict[str, An
     prepare = importlib.import_module("megaasync.data.prepare")
     reference = importlib.import_module("bench.plain")
     torch.set_num_threads(1)
-    config = validate(read(TrainConfig, plain))
+    config = validate(read(Config, plain))
     prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, say=lambda line: None)
     rows = _Rows()
     before = _resident()
@@ -95,7 +95,7 @@ def bench(plain: dict[str, Any]) -> None:
     for group, values in DEFAULTS.items():
         plain[group].update(values)
     plain["train"]["steps"] = STEPS
-    validate(read(TrainConfig, plain))
+    validate(read(Config, plain))
     ratios, more = [], []
     for number in range(ROUNDS):
         found = {}

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megaasync.config import ConfigError, TrainConfig, phases_of, read, validate
+from megaasync.config import Config, ConfigError, phases_of, read, validate
 from megaasync.config.layout import local_range
 from megaasync.data.microbatches import Microbatch
 from megaasync.distributed.mesh import Mesh
@@ -100,7 +100,7 @@ def _watch_recomputation(module: torch.nn.Module, saved: _Saved) -> None:
                 found.__class__, found.saved = _Watched, saved
 
 
-def _activations(stage: PipelineStage, config: TrainConfig) -> int:
+def _activations(stage: PipelineStage, config: Config) -> int:
     """Bytes of one microbatch."""
     train, model, parallel = config.train, config.model, config.parallel
     parts = parallel.tensor if parallel.sequence_parallel else 1
@@ -120,7 +120,7 @@ def _activations(stage: PipelineStage, config: TrainConfig) -> int:
     return saved.total
 
 
-def measure_rank(config: TrainConfig, rank: int) -> dict[str, int]:
+def measure_rank(config: Config, rank: int) -> dict[str, int]:
     """Bytes by kind that a rank holds."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
     try:
@@ -148,7 +148,7 @@ def measure_rank(config: TrainConfig, rank: int) -> dict[str, int]:
         dist.destroy_process_group()
 
 
-def planned_rank(config: TrainConfig, rank: int) -> dict[str, int]:
+def planned_rank(config: Config, rank: int) -> dict[str, int]:
     """The same by the plan, whose figures are of the rank with most among those of a stage."""
     schedule, found = phases_of(config)[0].schedule, {}
     mine = schedule.stages_of(config.layout.coordinate(rank, "pipeline"))
@@ -163,7 +163,7 @@ def planned_rank(config: TrainConfig, rank: int) -> dict[str, int]:
 def measure(plain: dict[str, Any]) -> None:
     """Measure, print, and end with status 1 if a total differs by more than a tenth."""
     try:
-        config = validate(resolve_data(read(TrainConfig, plain), plain, None))
+        config = validate(resolve_data(read(Config, plain), plain, None))
         if config.model.moe and config.train.dtype != "bfloat16":
             raise ConfigError(
                 f"train.dtype={config.train.dtype}: experts can be measured in bfloat16 only; set train.dtype=bfloat16"

@@ -1,10 +1,10 @@
 """The pipeline that a config asks for: phases and stages, from the schedules' tables."""
 
-from megaasync.config.schema import TrainConfig
+from megaasync.config.schema import Config
 from megaasync.schedules import Phase, make_phases
 
 
-def phases_of(config: TrainConfig) -> tuple[Phase, ...]:
+def phases_of(config: Config) -> tuple[Phase, ...]:
     """The phases of a run.
 
     Raises:

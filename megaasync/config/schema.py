@@ -331,7 +331,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopConfig:
+class TrainingConfig:
     """The training loop (group `train`).
 
     Attributes:
@@ -648,7 +648,7 @@ ClusterConfig = LocalCluster | SlurmCluster | DockerCluster
 
 
 @dataclass(frozen=True, slots=True)
-class TrainConfig:
+class Config:
     """The whole configuration of a run.
 
     Attributes:
@@ -661,7 +661,7 @@ class TrainConfig:
     schedule: ScheduleConfig
     correction: CorrectionConfig
     parallel: ParallelConfig
-    train: LoopConfig
+    train: TrainingConfig
     data: PythonStdlibData | SyntheticData | IndexedData | HfData
     checkpoint: CheckpointConfig
     logging: LoggingConfig

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import PurePath
 
 from megaasync.config.pipeline import phases_of
-from megaasync.config.schema import ConfigError, DockerCluster, SlurmCluster, TrainConfig
+from megaasync.config.schema import Config, ConfigError, DockerCluster, SlurmCluster
 from megaasync.schedules import SCHEDULES, ScheduleError
 
 # 256 byte pieces, three control pieces, and a few letters: below this a byte-fallback tokenizer cannot be trained.
@@ -25,7 +25,7 @@ def _within(key: str, value: float, low: float, high: float, *, open_end: bool =
         raise ConfigError(f"{key}={value}: must lie in [{low}, {high}{bracket}")
 
 
-def check_sizes(config: TrainConfig) -> None:
+def check_sizes(config: Config) -> None:
     """Counts are positive."""
     model, train = config.model, config.train
     for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "seq_length"):
@@ -65,7 +65,7 @@ def check_sizes(config: TrainConfig) -> None:
         raise ConfigError(f"train.time_limit={train.time_limit:g}: must be above 0 seconds, or null")
 
 
-def check_attention(config: TrainConfig) -> None:
+def check_attention(config: Config) -> None:
     """Heads divide the width, and key-value heads divide the heads."""
     model = config.model
     if model.hidden_size % model.num_heads:
@@ -85,7 +85,7 @@ def check_attention(config: TrainConfig) -> None:
         )
 
 
-def check_experts(config: TrainConfig) -> None:
+def check_experts(config: Config) -> None:
     """The router can choose top_k experts."""
     moe = config.model.moe
     if moe is None:
@@ -117,7 +117,7 @@ def check_experts(config: TrainConfig) -> None:
         )
 
 
-def check_layout(config: TrainConfig) -> None:
+def check_layout(config: Config) -> None:
     """The layout can be built, and every stage has a layer."""
     parallel = config.parallel
     if parallel.virtual_stages is not None:
@@ -144,7 +144,7 @@ def check_layout(config: TrainConfig) -> None:
         )
 
 
-def check_tensor(config: TrainConfig) -> None:
+def check_tensor(config: Config) -> None:
     """Every layer can be split over the tensor-parallel ranks."""
     size, model = config.parallel.tensor, config.model
     if size == 1:
@@ -171,7 +171,7 @@ def check_tensor(config: TrainConfig) -> None:
         raise ConfigError(f"parallel.tensor={size}: more ranks than model.vocab_size={model.vocab_size} rows")
 
 
-def check_kernels(config: TrainConfig) -> None:
+def check_kernels(config: Config) -> None:
     """The backend can do what is asked of it."""
     train, model = config.train, config.model
     if config.kernels == "te" and train.dtype == "float64":
@@ -213,7 +213,7 @@ def check_kernels(config: TrainConfig) -> None:
         )
 
 
-def check_documents(config: TrainConfig) -> None:
+def check_documents(config: Config) -> None:
     """There are documents to attend within."""
     if config.train.document_mask and config.data.name == "synthetic":
         raise ConfigError(
@@ -221,7 +221,7 @@ def check_documents(config: TrainConfig) -> None:
         )
 
 
-def check_expert_parallel(config: TrainConfig) -> None:
+def check_expert_parallel(config: Config) -> None:
     """Experts can be spread evenly."""
     size, moe = config.parallel.expert, config.model.moe
     if moe is not None and moe.num_experts % size:
@@ -231,7 +231,7 @@ def check_expert_parallel(config: TrainConfig) -> None:
         )
 
 
-def check_batch(config: TrainConfig) -> None:
+def check_batch(config: Config) -> None:
     """The batch divides into microbatches."""
     train = config.train
     unit = train.micro_batch_size * config.data_ranks
@@ -243,7 +243,7 @@ def check_batch(config: TrainConfig) -> None:
         )
 
 
-def check_schedule(config: TrainConfig) -> None:
+def check_schedule(config: Config) -> None:
     """The schedule is defined for these sizes, and a correction has a delay to correct."""
     schedule = config.schedule
     for name in ("sync_start_steps", "sync_cooldown_steps", "extra_in_flight"):
@@ -259,7 +259,7 @@ def check_schedule(config: TrainConfig) -> None:
         )
 
 
-def check_checkpoints(config: TrainConfig) -> None:
+def check_checkpoints(config: Config) -> None:
     """The state can be named: a tied embedding must be the same on both of its stages."""
     delays = {delay for phase in phases_of(config) for delay in (phase.schedule.delay,) if len(set(delay)) > 1}
     if config.checkpoint.interval is not None and config.model.tie_embeddings and delays:
@@ -269,7 +269,7 @@ def check_checkpoints(config: TrainConfig) -> None:
         )
 
 
-def _schedule_remedy(config: TrainConfig, error: ScheduleError) -> str:
+def _schedule_remedy(config: Config, error: ScheduleError) -> str:
     """Which key to change, as far as the error says what is wrong."""
     if error.remedy:
         return f"; set {error.remedy}"
@@ -286,7 +286,7 @@ def _schedule_remedy(config: TrainConfig, error: ScheduleError) -> str:
     return f"{here}train.global_batch_size={size}, a smaller train.micro_batch_size, or fewer stages"
 
 
-def check_optimizer(config: TrainConfig) -> None:
+def check_optimizer(config: Config) -> None:
     """Rates and moments lie where the rules are defined."""
     optimizer = config.optimizer
     _at_least("optimizer.lr", optimizer.lr, 0)
@@ -312,13 +312,13 @@ def check_optimizer(config: TrainConfig) -> None:
         raise ConfigError(f"train.clip_grad_norm={clip}: must be above 0; set null to switch clipping off")
 
 
-def check_lr_schedule(config: TrainConfig) -> None:
+def check_lr_schedule(config: Config) -> None:
     """The final rate is a share of the peak. Warmup and decay may outlast the run."""
     train = config.train
     _within("train.final_lr_ratio", train.final_lr_ratio, 0, 1, open_end=False)
 
 
-def check_cluster(config: TrainConfig) -> None:
+def check_cluster(config: Config) -> None:
     """The cluster has ranks for the layout."""
     cluster = config.cluster
     for name in ("nodes", "gpus_per_node"):
@@ -342,7 +342,7 @@ def check_cluster(config: TrainConfig) -> None:
         _check_container(cluster)
 
 
-def _check_slurm(config: TrainConfig, cluster: SlurmCluster) -> None:
+def _check_slurm(config: Config, cluster: SlurmCluster) -> None:
     if cluster.ranks_per_node is None:
         raise ConfigError(
             "cluster.tasks_per_node=null: with cluster.gpus_per_node=null too nothing says how many ranks a node has; "
@@ -472,7 +472,7 @@ def _check_container(cluster: SlurmCluster | DockerCluster) -> None:
         raise ConfigError(f"cluster.nodes={cluster.nodes}: docker runs on this host only; set cluster.nodes=1")
 
 
-def check_data(config: TrainConfig) -> None:
+def check_data(config: Config) -> None:
     """Data settings that need no file to judge."""
     data = config.data
     if data.name in ("python_stdlib", "hf"):
@@ -503,7 +503,7 @@ def check_data(config: TrainConfig) -> None:
         raise ConfigError(f"data.path is empty: data={data.name} needs to know what to read; set data.path=...")
 
 
-RULES: tuple[Callable[[TrainConfig], None], ...] = (
+RULES: tuple[Callable[[Config], None], ...] = (
     check_sizes,
     check_attention,
     check_experts,
@@ -522,7 +522,7 @@ RULES: tuple[Callable[[TrainConfig], None], ...] = (
 )
 
 
-def validate(config: TrainConfig) -> TrainConfig:
+def validate(config: Config) -> Config:
     """Apply every rule; returns the config unchanged.
 
     Raises:

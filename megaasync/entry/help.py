@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import megaasync
-from megaasync.config import TrainConfig, read
+from megaasync.config import Config, read
 from megaasync.entry.console import fail_if_unread
 
 _WIDTH = 118
@@ -96,7 +96,7 @@ def render_help(arguments: Sequence[str], *, name: str) -> str:
         overrides.insert(0, "cluster=slurm")
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         plain = OmegaConf.to_container(compose("pretrain", overrides), resolve=True)
-    rows = list(_lines(read(TrainConfig, plain)))
+    rows = list(_lines(read(Config, plain)))
     wide = max(len(key) for key, _, _ in rows)
     does = {
         "pretrain": "one training run, or several with -m",

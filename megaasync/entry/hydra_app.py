@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megaasync.cluster.script import hydra_quoted
-from megaasync.config import ConfigError, TrainConfig, did_you_mean, dotted_keys, listed
+from megaasync.config import Config, ConfigError, did_you_mean, dotted_keys, listed
 from megaasync.config.secrets import is_secret, redacted, take_secrets
 from megaasync.distributed.environment import variables
 from megaasync.entry.console import fail_if_unread, tolerate_console
@@ -59,7 +59,7 @@ def _where_it_is(key: str) -> str:
     group = key.partition(".")[0]
     names = [
         get_args(get_type_hints(option)["name"])[0]
-        for option in get_args(get_type_hints(TrainConfig)[group])
+        for option in get_args(get_type_hints(Config)[group])
         if is_dataclass(option) and key.partition(".")[2].partition(".")[0] in get_type_hints(option)
     ]
     if not names:
@@ -84,7 +84,7 @@ def explain(error: BaseException, *, show_keys: str = SHOW_KEYS) -> str:
         return f"{group}={choice}: unknown {group}{near}; choose {listed(choices) if choices else '(none)'}"
     if match := re.search(r"full_key: (\S+)", text) or re.search(r"Could not override '([^'\n]+)'", text):
         key = match.group(1)
-        known = dotted_keys(TrainConfig)
+        known = dotted_keys(Config)
         if key in known:
             return f"{key}: is no key of what is chosen here{_where_it_is(key)}"
         near = did_you_mean(key, known) or ("" if "." in key else did_you_mean(key, groups()))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megaasync.checkpoint.folders import look_at
-from megaasync.config import ConfigError, TrainConfig
+from megaasync.config import Config, ConfigError
 from megaasync.config.schema import DockerCluster, HfData, IndexedData, SlurmCluster
 from megaasync.data.identity import identify_tokens
 from megaasync.data.indexed_dataset import IndexedDataset
@@ -24,7 +24,7 @@ def on_this_host(path: str, cluster: SlurmCluster | DockerCluster) -> str:
     return str(inside)
 
 
-def check_files(config: TrainConfig) -> None:
+def check_files(config: Config) -> None:
     """The files that the run reads are there and fit.
 
     Raises:
@@ -61,7 +61,7 @@ def check_files(config: TrainConfig) -> None:
         raise ConfigError(f"checkpoint.resume={wish}: {found.problem}{hint}")
 
 
-def needed_folders(config: TrainConfig) -> Iterator[Path]:
+def needed_folders(config: Config) -> Iterator[Path]:
     """Folders of this host that a container needs for what the run reads and keeps beside its own folder."""
     data, wish = config.data, config.checkpoint.resume
     cache = getattr(data, "cache_dir", None)

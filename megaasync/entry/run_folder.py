@@ -13,7 +13,7 @@ import yaml
 from megaasync.checkpoint.folders import checkpoints_in, look_at, mark_of, newest, read_meta, remove_leftovers
 from megaasync.checkpoint.run_lock import lock_folder, wait_for_ranks
 from megaasync.checkpoint.settings import check_settings
-from megaasync.config import ConfigError, TrainConfig
+from megaasync.config import Config, ConfigError
 from megaasync.config.identity import first_difference
 from megaasync.data.identity import Identity, check_identity
 from megaasync.observe.run_files import iterate_metrics, read_metrics
@@ -92,7 +92,7 @@ class Claim:
         os.close(self.lock)
 
 
-def claim_run_folder(config: TrainConfig, plain: Mapping[str, Any], *, label: str, data: Identity) -> Claim:
+def claim_run_folder(config: Config, plain: Mapping[str, Any], *, label: str, data: Identity) -> Claim:
     """Make a run folder, or find out where the run in it goes on.
 
     Args:
@@ -184,7 +184,7 @@ def _first_start(folder: Path) -> dict[str, Any]:
 
 
 def where_to_go_on(
-    config: TrainConfig, plain: Mapping[str, Any], folder: Path, *, data: Identity | None = None
+    config: Config, plain: Mapping[str, Any], folder: Path, *, data: Identity | None = None
 ) -> Path | None:
     """The newest complete checkpoint of the run in a folder, else what it was begun from; only looks.
 
@@ -223,9 +223,7 @@ def where_to_go_on(
     return found.path
 
 
-def _check_same_run(
-    config: TrainConfig, plain: Mapping[str, Any], folder: Path, *, data: Identity | None = None
-) -> None:
+def _check_same_run(config: Config, plain: Mapping[str, Any], folder: Path, *, data: Identity | None = None) -> None:
     """A run that was lost before its first checkpoint starts over only with the same config: its rows are discarded.
 
     Raises:

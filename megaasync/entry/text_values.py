@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import _utils as omegaconf_yaml  # its loader has no public hook
 
 from megaasync.cluster.script import hydra_quoted
-from megaasync.config import TrainConfig
+from megaasync.config import Config
 from megaasync.config.read import is_union
 
 _NULLS = frozenset({"", "~", "null", "Null", "NULL"})
@@ -53,7 +53,7 @@ def _leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 @cache
 def text_keys() -> frozenset[str]:
     """Dotted keys whose values are text; `cluster.env` stands for every key below it."""
-    leaves = list(_leaves(TrainConfig))
+    leaves = list(_leaves(Config))
     others = {key for key, hint in leaves if not _holds_text(hint)}
     return frozenset(key for key, hint in leaves if _holds_text(hint)) - others
 
@@ -61,7 +61,7 @@ def text_keys() -> frozenset[str]:
 @cache
 def _text_names() -> frozenset[str]:
     """Last parts of the keys that hold text wherever they stand, for files that do not say which group they are of."""
-    others = {key.rpartition(".")[2] for key, _ in _leaves(TrainConfig) if key not in text_keys()}
+    others = {key.rpartition(".")[2] for key, _ in _leaves(Config) if key not in text_keys()}
     return frozenset(key.rpartition(".")[2] for key in text_keys()) - others
 
 

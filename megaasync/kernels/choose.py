@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from megaasync.config.schema import ConfigError, TrainConfig
+from megaasync.config.schema import Config, ConfigError
 from megaasync.kernels.backend import Kernels
 
 _BROKEN = (ImportError, RuntimeError, OSError, AssertionError, AttributeError)  # what a broken install raises
@@ -32,7 +32,7 @@ def import_transformer_engine() -> ModuleType:
 
 
 def choose_kernels(
-    config: TrainConfig,
+    config: Config,
     *,
     reference: Kernels,
     device: torch.device,

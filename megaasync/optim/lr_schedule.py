@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaasync.config.schema import LoopConfig
+from megaasync.config.schema import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class LrShape:
     decay_steps: int
 
     @classmethod
-    def of(cls, config: LoopConfig) -> "LrShape":
+    def of(cls, config: TrainingConfig) -> "LrShape":
         """Of a config's train group."""
         return cls(
             config.lr_schedule,

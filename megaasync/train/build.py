@@ -16,7 +16,7 @@ from megaasync.checkpoint.keeper import CheckpointKeeper
 from megaasync.checkpoint.stage_state import StageState
 from megaasync.config.layout import AXES
 from megaasync.config.pipeline import phases_of
-from megaasync.config.schema import ConfigError, IndexedData, SyntheticData, Taylor, TrainConfig
+from megaasync.config.schema import Config, ConfigError, IndexedData, SyntheticData, Taylor
 from megaasync.data.identity import Identity
 from megaasync.data.indexed_dataset import IndexedDataset
 from megaasync.data.microbatches import DataShare, TokenSequences, TrainingMicrobatches, ValidationMicrobatches
@@ -61,7 +61,7 @@ class Tokens:
     validation: TokenSequences | None
 
 
-def load_tokens(config: TrainConfig, prepared: PreparedData) -> Tokens:
+def load_tokens(config: Config, prepared: PreparedData) -> Tokens:
     """Cut the tokens into sequences."""
 
     def cut(tokens: np.ndarray, name: str, document_ends: np.ndarray | None = None) -> TokenSequences:
@@ -93,7 +93,7 @@ def load_tokens(config: TrainConfig, prepared: PreparedData) -> Tokens:
 
 
 def training_source(
-    config: TrainConfig, tokens: TokenSequences, *, share: DataShare, device: torch.device
+    config: Config, tokens: TokenSequences, *, share: DataShare, device: torch.device
 ) -> TrainingMicrobatches:
     """The microbatches that a rank trains on."""
     return TrainingMicrobatches(
@@ -186,7 +186,7 @@ def connect_groups(groups: Groups, *, device: torch.device) -> None:
         group.all_reduce(torch.zeros(1, device=device))
 
 
-def _initial_weights(module: DecoderStage, config: TrainConfig, sizes: StageSizes, *, rank: int) -> list[Tensor]:
+def _initial_weights(module: DecoderStage, config: Config, sizes: StageSizes, *, rank: int) -> list[Tensor]:
     """Draw a module's parameters; also returned in at least float32, for masters that no rounding has touched."""
     exact = at_least_float32(DTYPES[config.train.dtype])
     weights = {name: parameter.detach().to(exact) for name, parameter in module.named_parameters()}
@@ -197,13 +197,13 @@ def _initial_weights(module: DecoderStage, config: TrainConfig, sizes: StageSize
     return list(weights.values())
 
 
-def learning_rate_of(config: TrainConfig) -> LearningRate:
+def learning_rate_of(config: Config) -> LearningRate:
     """The learning rate that a config asks for."""
     return LearningRate(LrShape.of(config.train), peak=config.optimizer.lr)
 
 
 def build_stage(
-    config: TrainConfig,
+    config: Config,
     schedule: PipelineSchedule,
     needs: StageNeeds,
     *,
@@ -252,7 +252,7 @@ def build_stage(
 
 
 def build_trainer(
-    config: TrainConfig,
+    config: Config,
     *,
     environment: RankEnvironment,
     prepared: PreparedData,
@@ -392,7 +392,7 @@ def build_trainer(
 
 
 def _agreed_kernels(
-    config: TrainConfig, group: RankGroup, *, device: torch.device, splits_backward: bool, say: Callable[[str], None]
+    config: Config, group: RankGroup, *, device: torch.device, splits_backward: bool, say: Callable[[str], None]
 ) -> Kernels:
     """The backend, the same on all ranks: inside a layer that they share, two would not meet.
 
@@ -421,7 +421,7 @@ def _agreed_kernels(
 
 
 def _checkpoints(
-    config: TrainConfig,
+    config: Config,
     files: CheckpointFiles,
     stages: list[PipelineStage],
     updates: Updates,

@@ -13,7 +13,7 @@ from megaasync.checkpoint.keeper import CheckpointKeeper
 from megaasync.checkpoint.restore import Position, describe, entries_at, restore
 from megaasync.checkpoint.settings import check_settings
 from megaasync.checkpoint.stage_state import StageState
-from megaasync.config.schema import ConfigError, TrainConfig
+from megaasync.config.schema import Config, ConfigError
 from megaasync.data.identity import Identity
 from megaasync.distributed.agreement import gathered
 from megaasync.optim.lr_schedule import LearningRate, LrShape
@@ -77,7 +77,7 @@ class RunCheckpoints:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: Config,
         plain: Mapping[str, Any],
         *,
         keeper: CheckpointKeeper | None,

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from megaasync.config.schema import TrainConfig
+from megaasync.config.schema import Config
 from megaasync.models.transformer import TIED_PARAMETER, is_moe_layer
 from megaasync.optim.expert_balance import NUM_LOSSES
 from megaasync.optim.flat_layout import FlatLayout
@@ -19,7 +19,7 @@ from megaasync.train.sizes import REPLICAS
 _LONG = 8  # bytes of an int64 or a float64
 
 
-def _tensor_bytes(config: TrainConfig, layers: range, *, compute: int, exact: int) -> int:
+def _tensor_bytes(config: Config, layers: range, *, compute: int, exact: int) -> int:
     """One tensor-parallel rank, one microbatch, forward and backward."""
     model, moe, size = config.model, config.model.moe, config.parallel.tensor
     tokens = config.train.micro_batch_size * model.seq_length
@@ -45,7 +45,7 @@ def _tensor_bytes(config: TrainConfig, layers: range, *, compute: int, exact: in
     return total
 
 
-def _expert_bytes(config: TrainConfig, layers: range, *, compute: int) -> int:
+def _expert_bytes(config: Config, layers: range, *, compute: int) -> int:
     """One rank on average, one microbatch: counts, then rows there and back, forward and backward."""
     model, moe = config.model, config.model.moe
     tokens = config.train.micro_batch_size * model.seq_length // config.parallel.tensor
@@ -63,7 +63,7 @@ def _home_elements(layout: FlatLayout) -> int:
 
 
 def step_volumes(
-    config: TrainConfig,
+    config: Config,
     schedule: PipelineSchedule,
     layers_of_stages: Sequence[range],
     layouts: Sequence[Sequence[FlatLayout]],

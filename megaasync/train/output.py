@@ -11,7 +11,7 @@ from typing import Any
 from megaasync.checkpoint.folders import mark_of
 from megaasync.cluster.script import REQUEUE
 from megaasync.config.pipeline import phases_of
-from megaasync.config.schema import TrainConfig
+from megaasync.config.schema import Config
 from megaasync.data.identity import Identity
 from megaasync.models.flops import utilisation
 from megaasync.observe.progress import Progress
@@ -41,7 +41,7 @@ class RunOutput:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: Config,
         folder: Path,
         run_config: Mapping[str, Any],
         *,

@@ -8,7 +8,7 @@ from typing import Any
 
 from megaasync.config.layout import AXES
 from megaasync.config.pipeline import phases_of
-from megaasync.config.schema import ModelConfig, Taylor, TrainConfig
+from megaasync.config.schema import Config, ModelConfig, Taylor
 from megaasync.distributed.sharding import Shape
 from megaasync.models.activations import ActivationSizes, stage_bytes, workspace
 from megaasync.models.flops import flops_per_token, forward_flops
@@ -35,7 +35,7 @@ _GIB = 2**30
 _HBM_BYTES = 3.0e12  # per second, for the elementwise part of a step
 
 
-def _has_gpus(config: TrainConfig) -> bool:
+def _has_gpus(config: Config) -> bool:
     """Whether the figures of a cluster's GPUs say anything about the run: a job without any has none of them."""
     cluster = config.cluster
     return cluster.name == "local" or (cluster.gpus_per_node is not None and config.device != "cpu")
@@ -46,7 +46,7 @@ def main_schedule(phases: tuple[Phase, ...]) -> PipelineSchedule:
     return max((phase.schedule for phase in phases), key=lambda schedule: schedule.is_asynchronous)
 
 
-def hop_advice(config: TrainConfig) -> list[dict[str, float]]:
+def hop_advice(config: Config) -> list[dict[str, float]]:
     """What a hop between stages would cost, as it is configured and with one more round of forwards in flight.
 
     Empty for one rank, and for schedules that have no extra forwards.
@@ -102,13 +102,13 @@ class _Stage:
     workspace: int
 
 
-def _state_elements(layout: FlatLayout, config: TrainConfig) -> int:
+def _state_elements(layout: FlatLayout, config: Config) -> int:
     of_rules = sum(state_elements(run.rule, run.state_shape) for run in layout.runs)
     remembers = isinstance(config.correction, Taylor) and config.correction.adaptive
     return of_rules + sum(run.end - run.start for run in layout.runs if remembers)
 
 
-def _make_stage(config: TrainConfig, schedule: PipelineSchedule, index: int, activations: ActivationSizes) -> _Stage:
+def _make_stage(config: Config, schedule: PipelineSchedule, index: int, activations: ActivationSizes) -> _Stage:
     sizes, mesh = StageSizes(config, schedule, index=index), config.layout
     first = schedule.rank_of_stage[index] * mesh.size(REPLICAS)
     layouts = tuple(sizes.flat_layout(rank=rank) for rank in mesh.ranks_along(first, REPLICAS))
@@ -137,7 +137,7 @@ def _bytes_of(stage: _Stage, needs: StageNeeds, index: int, activations: Activat
     }
 
 
-def _over_1f1b(config: TrainConfig, stages: list[_Stage], needs: StageNeeds, activations: ActivationSizes) -> list[int]:
+def _over_1f1b(config: Config, stages: list[_Stage], needs: StageNeeds, activations: ActivationSizes) -> list[int]:
     """Bytes per stage that an asynchronous schedule holds over 1f1b of the same stages; empty if it has others."""
     schedule = build_schedule(
         "1f1b", num_ranks=config.parallel.pipeline, num_microbatches=config.num_microbatches, tied=False
@@ -152,7 +152,7 @@ def _over_1f1b(config: TrainConfig, stages: list[_Stage], needs: StageNeeds, act
     ]
 
 
-def _newton_schulz_flops(stage: _Stage, config: TrainConfig) -> float:
+def _newton_schulz_flops(stage: _Stage, config: Config) -> float:
     """Of the rank with most: per iteration 4 p^2 q + 2 p^3 for p rows and q columns, p the shorter."""
     steps = getattr(config.optimizer, "newton_schulz_steps", 0)
 
@@ -169,7 +169,7 @@ def _newton_schulz_flops(stage: _Stage, config: TrainConfig) -> float:
 
 
 def _estimates(
-    config: TrainConfig, stage: _Stage, figures: ScheduleReport, index: int, activations: ActivationSizes
+    config: Config, stage: _Stage, figures: ScheduleReport, index: int, activations: ActivationSizes
 ) -> dict[str, float]:
     """Seconds, from the figures that the cluster group gives for its GPUs; empty if it gives none."""
     cluster = config.cluster
@@ -213,7 +213,7 @@ def _ranks_of(stages: list[dict[str, Any]], schedule: PipelineSchedule) -> list[
     return ranks
 
 
-def _warnings(config: TrainConfig, ranks: list[dict[str, Any]], *, is_asynchronous: bool) -> list[str]:
+def _warnings(config: Config, ranks: list[dict[str, Any]], *, is_asynchronous: bool) -> list[str]:
     """What will not fit or not hide."""
     found, limit = [], config.cluster.gpu_memory_gib if _has_gpus(config) else None
     for line in ranks:
@@ -231,7 +231,7 @@ def _warnings(config: TrainConfig, ranks: list[dict[str, Any]], *, is_asynchrono
     return found
 
 
-def make_plan(config: TrainConfig) -> dict[str, Any]:
+def make_plan(config: Config) -> dict[str, Any]:
     """What plan.json holds.
 
     Returns:

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from megaasync.checkpoint.folders import checkpoints_in
 from megaasync.cluster.record import code_hash
 from megaasync.config.identity import config_hash
-from megaasync.config.schema import ConfigError, TrainConfig
+from megaasync.config.schema import Config, ConfigError
 from megaasync.distributed.environment import RankEnvironment
 
 _CLOCK_SECONDS = 5.0  # apart from the middle one; more makes file times and time limits lie
@@ -187,7 +187,7 @@ def _free(path: Path | None) -> int | None:
 
 def preflight(
     environment: RankEnvironment,
-    config: TrainConfig,
+    config: Config,
     plain: Mapping[str, Any],
     folder: Path,
     device: torch.device,

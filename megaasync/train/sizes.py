@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 
 from megaasync.config.pipeline import phases_of
-from megaasync.config.schema import TrainConfig
+from megaasync.config.schema import Config
 from megaasync.distributed.sharding import Shape, Sharding
 from megaasync.models.activations import ActivationSizes
 from megaasync.models.initialize import Part
@@ -41,13 +41,13 @@ def needs_of(phases: tuple[Phase, ...]) -> StageNeeds:
     return StageNeeds(most("versions"), most("gradient_buffers"), most("activations"))
 
 
-def layers_of_stages(config: TrainConfig) -> tuple[range, ...]:
+def layers_of_stages(config: Config) -> tuple[range, ...]:
     """Layers of each stage, as the config deals them."""
     num_stages = phases_of(config)[0].schedule.num_stages
     return deal_layers(config.model, num_stages=num_stages, layers_per_stage=config.parallel.layers_per_stage)
 
 
-def activation_sizes(config: TrainConfig) -> ActivationSizes:
+def activation_sizes(config: Config) -> ActivationSizes:
     """What the bytes of activations depend on."""
     dtype = DTYPES[config.train.dtype]
     return ActivationSizes(
@@ -71,7 +71,7 @@ class StageSizes:
         tied: name of the embedding, if this stage shares it with another one.
     """
 
-    def __init__(self, config: TrainConfig, schedule: PipelineSchedule, *, index: int) -> None:
+    def __init__(self, config: Config, schedule: PipelineSchedule, *, index: int) -> None:
         self._config = config
         self.layers = layers_of_stages(config)[index]
         is_end = index in (0, schedule.num_stages - 1)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed as dist
 
-from megaasync.config.schema import TrainConfig
+from megaasync.config.schema import Config
 from megaasync.data.microbatches import ValidationMicrobatches
 from megaasync.nn.router import LOSSES
 from megaasync.observe.trace import Recorder, Timeline, merge
@@ -87,7 +87,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: Config,
         phases: tuple[Phase, ...],
         executor: Executor,
         validation: ValidationMicrobatches | None,

@@ -17,7 +17,7 @@ from megaasync.checkpoint.folders import read_meta
 from megaasync.checkpoint.rollback import go_back
 from megaasync.checkpoint.run_lock import join_folder
 from megaasync.cluster.record import LAUNCH_RECORD
-from megaasync.config.schema import ConfigError, DockerCluster, SlurmCluster, TrainConfig
+from megaasync.config.schema import Config, ConfigError, DockerCluster, SlurmCluster
 from megaasync.data.identity import samples_of
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
@@ -67,7 +67,7 @@ def _check_same_tokens(prepared: PreparedData, environment: RankEnvironment) -> 
             )
 
 
-def _is_own_choice(resume: Path, folder: Path, config: TrainConfig) -> bool:
+def _is_own_choice(resume: Path, folder: Path, config: Config) -> bool:
     """Whether the run itself chose among its own checkpoints, so that it may choose another."""
     wish = config.checkpoint.resume
     is_named = wish not in ("auto", "never") and Path(wish).expanduser().resolve() == resume.resolve()
@@ -84,7 +84,7 @@ def _launch_record(folder: Path) -> dict[str, Any]:
 
 def run_rank(
     environment: RankEnvironment,
-    config: TrainConfig,
+    config: Config,
     prepared: PreparedData,
     folder: Path | None,
     run_config: Mapping[str, Any],

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megaasync.config import TrainConfig
+from megaasync.config import Config
 from megaasync.entry.help import render_help
 from megaasync.entry.hydra_app import _count_runs, _end_sweep
 from tests.support.cli import TINY, environment, pretrain, summary
@@ -97,7 +97,7 @@ def test_help_explains_every_key():
     for name in ("pretrain", "launch"):
         for optimizer in ("sgd", "adamw", "nadam", "muon", "soap", "adan", "lion", "mars", "normuon", "torch"):
             assert "optimizer.lr" in render_help([f"optimizer={optimizer}"], name=name)
-    assert "Groups (group=choice):" in page and TrainConfig.__name__ not in page
+    assert "Groups (group=choice):" in page and Config.__name__ not in page
 
 
 def test_version_and_what_there_is(tmp_path):

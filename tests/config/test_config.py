@@ -4,7 +4,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from megaasync.config import ConfigError, TrainConfig, did_you_mean, dotted_keys, read, validate
+from megaasync.config import Config, ConfigError, did_you_mean, dotted_keys, read, validate
 from megaasync.config.schema import AdamWConfig, MuonConfig, ScheduleConfig
 from megaasync.schedules import SCHEDULES
 from tests.support.configs import plain_config, small_config
@@ -156,7 +156,7 @@ def test_a_missing_key_is_named():
     plain = plain_config()
     del plain["train"]["seed"]
     with pytest.raises(ConfigError, match="train.seed: missing; set train.seed="):
-        validate(read(TrainConfig, plain))
+        validate(read(Config, plain))
 
 
 def test_a_key_of_another_optimizer_is_unknown():
@@ -167,4 +167,4 @@ def test_a_key_of_another_optimizer_is_unknown():
 def test_helpers():
     assert did_you_mean("adamww", ["adamw", "muon"]) == "; did you mean adamw?"
     assert did_you_mean("zzz", ["adamw"]) == ""
-    assert {"train.steps", "model.moe.top_k", "optimizer.momentum", "data.path"} <= set(dotted_keys(TrainConfig))
+    assert {"train.steps", "model.moe.top_k", "optimizer.momentum", "data.path"} <= set(dotted_keys(Config))

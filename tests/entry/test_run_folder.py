@@ -11,7 +11,7 @@ import yaml
 
 from megaasync.checkpoint import folders
 from megaasync.checkpoint.run_lock import join_folder, lock_folder
-from megaasync.config import ConfigError, TrainConfig, read, validate
+from megaasync.config import Config, ConfigError, read, validate
 from megaasync.entry import run_folder
 from megaasync.entry.run_folder import Claim, claim_run_folder, release_run_folder
 from megaasync.entry.spawn import RankFailed
@@ -24,7 +24,7 @@ def claim(run_dir, label="x", data=None, **overrides):
     """The claim of a small run on a folder."""
     plain = plain_config(run__dir=None if run_dir is None else str(run_dir), checkpoint__interval=5, **overrides)
     plain["checkpoint"]["resume"] = overrides.get("checkpoint__resume", "auto")
-    return claim_run_folder(validate(read(TrainConfig, plain)), plain, label=label, data=data or {}), plain
+    return claim_run_folder(validate(read(Config, plain)), plain, label=label, data=data or {}), plain
 
 
 def begin(folder, rows=3, data=None, **overrides):
@@ -152,7 +152,7 @@ def test_a_run_without_checkpoints_is_never_begun_again(tmp_path):
     begin(tmp_path / "run")
     plain = plain_config(run__dir=str(tmp_path / "run"), checkpoint__resume="auto")
     with pytest.raises(ConfigError, match="checkpoint.interval=null makes no checkpoint"):
-        claim_run_folder(validate(read(TrainConfig, plain)), plain, label="x", data={})
+        claim_run_folder(validate(read(Config, plain)), plain, label="x", data={})
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])

@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from megaasync.config import ConfigError, TrainConfig, read, validate
+from megaasync.config import Config, ConfigError, read, validate
 from megaasync.entry.text_values import load_yaml, quoted_override, text_keys, yaml_mistake
 from tests.support.cli import environment
 from tests.support.configs import plain_config
@@ -106,7 +106,7 @@ SLURM = {
 
 
 def slurm(**changes):
-    return validate(read(TrainConfig, plain_config(cluster={**SLURM, **changes}))).cluster
+    return validate(read(Config, plain_config(cluster={**SLURM, **changes}))).cluster
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_a_users_whole_yaml_from_before_a_key_existed_still_does():
     old = {name: value for name, value in SLURM.items() if name not in new}
     plain = plain_config(cluster=old)
     del plain["train"]["lr_schedule_steps"]
-    config = validate(read(TrainConfig, plain))
+    config = validate(read(Config, plain))
     assert config.cluster == slurm() and config.train.lr_schedule_steps is None
     del old["nodes"]
     with pytest.raises(ConfigError, match=r"cluster\.nodes: missing"):
-        read(TrainConfig, plain_config(cluster=old))
+        read(Config, plain_config(cluster=old))
 
 
 def test_digits_are_text_too():

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.func import functional_call
 
-from megaasync.config import TrainConfig
+from megaasync.config import Config
 from megaasync.data.microbatches import Microbatch, TokenSequences, TrainingMicrobatches
 from megaasync.data.synthetic import MarkovSource
 from megaasync.models.initialize import initialize_
@@ -45,12 +45,12 @@ def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     return x.T if tall else x
 
 
-def is_muon_matrix(name: str, weight: torch.Tensor, config: TrainConfig) -> bool:
+def is_muon_matrix(name: str, weight: torch.Tensor, config: Config) -> bool:
     excluded = ("embedding" in name) or ("head" in name) or ("router" in name)
     return config.optimizer.name == "muon" and weight.dim() >= 2 and not excluded
 
 
-def direction(name: str, g: torch.Tensor, state: Tensors, t: int, config: TrainConfig) -> torch.Tensor:
+def direction(name: str, g: torch.Tensor, state: Tensors, t: int, config: Config) -> torch.Tensor:
     o = config.optimizer
     if o.name == "sgd":
         return g
@@ -66,7 +66,7 @@ def direction(name: str, g: torch.Tensor, state: Tensors, t: int, config: TrainC
     return (state["m"] / (1 - b1**t)) / ((state["v"] / (1 - b2**t)).sqrt() + o.eps)
 
 
-def learning_rate(k: int, config: TrainConfig) -> float:
+def learning_rate(k: int, config: Config) -> float:
     warmup, steps, low = config.train.warmup_steps, config.train.steps, config.train.final_lr_ratio
     if k < warmup:
         return config.optimizer.lr * (k + 1) / warmup
@@ -76,7 +76,7 @@ def learning_rate(k: int, config: TrainConfig) -> float:
     return config.optimizer.lr * (low + (1 - low) * (1 + turn) / 2)
 
 
-def stage_of_parameter(config: TrainConfig, num_stages: int) -> dict[str, int]:
+def stage_of_parameter(config: Config, num_stages: int) -> dict[str, int]:
     """Which of the stages holds each parameter; a tied embedding counts as the first's."""
     stages = {}
     for index, layers in reversed(list(enumerate(deal_layers(config.model, num_stages=num_stages)))):
@@ -85,7 +85,7 @@ def stage_of_parameter(config: TrainConfig, num_stages: int) -> dict[str, int]:
     return stages
 
 
-def phase_of(t: int, config: TrainConfig) -> tuple[int, int, bool]:
+def phase_of(t: int, config: Config) -> tuple[int, int, bool]:
     """(first step, end, has a delay) of the phase that batch t is in."""
     start, total = config.schedule.sync_start_steps, config.train.steps
     cooldown = total - config.schedule.sync_cooldown_steps
@@ -107,7 +107,7 @@ class Counts:
         self._counts[self._names[layer]] = self._counts[self._names[layer]] + routing.counts_E
 
     def follow(
-        self, name: str, bias: torch.Tensor, fractions: torch.Tensor, config: TrainConfig
+        self, name: str, bias: torch.Tensor, fractions: torch.Tensor, config: Config
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Bias and fractions after the batch."""
         counts, rate = self._counts[name].double(), config.model.moe.bias_update_rate
@@ -115,7 +115,7 @@ class Counts:
 
 
 def reference_run(
-    config: TrainConfig,
+    config: Config,
     *,
     delay: int | list[int],
     clips_by_stage: bool = False,
@@ -226,7 +226,7 @@ def reference_run(
     return Reference(losses, norms, {name: w.numpy() for name, w in z.items()}, zs, x, model, named)
 
 
-def validation_loss(reference: Reference, weights: Tensors, config: TrainConfig) -> float:
+def validation_loss(reference: Reference, weights: Tensors, config: Config) -> float:
     """Mean loss of the validation stream's first sequences, taken one at a time."""
     chain = MarkovSource(vocab_size=config.model.vocab_size, branching=config.data.branching, seed=config.train.seed)
     length, total = config.model.seq_length, 0.0

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import pytest
 
-from megaasync.config import TrainConfig
+from megaasync.config import Config
 from megaasync.config.layout import AXES, Layout
 from megaasync.config.schema import NoCorrection
 from tests.parity.reference import largest_gap, reference_run, validation_loss
@@ -41,18 +41,18 @@ def config_of(layout, optimizer="muon", *, steps=4, sequence_parallel=False, bas
 
 
 @lru_cache(maxsize=40)
-def cached_run(config: TrainConfig) -> RunNumbers:
+def cached_run(config: Config) -> RunNumbers:
     return run(config)
 
 
-def on_one_rank(config: TrainConfig) -> RunNumbers:
+def on_one_rank(config: Config) -> RunNumbers:
     parallel = dataclasses.replace(
         config.parallel, tensor=1, expert=1, pipeline=1, data=1, sequence_parallel=False, virtual_stages=None
     )
     return cached_run(dataclasses.replace(config, parallel=parallel))
 
 
-def assert_layout_changes_nothing(config: TrainConfig) -> None:
+def assert_layout_changes_nothing(config: Config) -> None:
     one = on_one_rank(config)
     assert (one.column("grad_norm") > config.train.clip_grad_norm).any(), "clipping never acted"
     assert_same_run(one, run(config), tolerance=TOLERANCE)

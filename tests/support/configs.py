@@ -4,7 +4,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from megaasync.config import TrainConfig, read, validate
+from megaasync.config import Config, read, validate
 from megaasync.config.schema import MoeConfig
 
 _OPTIMIZERS = {
@@ -191,9 +191,9 @@ def plain_config(optimizer: str = "muon", **overrides: Any) -> dict[str, Any]:
     return config
 
 
-def small_config(optimizer: str = "muon", **overrides: Any) -> TrainConfig:
+def small_config(optimizer: str = "muon", **overrides: Any) -> Config:
     """The same, read and validated."""
-    return validate(read(TrainConfig, plain_config(optimizer, **overrides)))
+    return validate(read(Config, plain_config(optimizer, **overrides)))
 
 
 def moe_config(**overrides: Any) -> MoeConfig:

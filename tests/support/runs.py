@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megaasync.config import TrainConfig
+from megaasync.config import Config
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
@@ -34,14 +34,14 @@ class RunNumbers:
         return np.array([row[name] for row in self.rows if row["kind"] == "train"])
 
 
-def plain_of(config: TrainConfig) -> dict[str, Any]:
+def plain_of(config: Config) -> dict[str, Any]:
     """The config as it would come from a file."""
     return json.loads(json.dumps(asdict(config)))
 
 
 def run_rank(
     environment: RankEnvironment,
-    config: TrainConfig,
+    config: Config,
     root: Path | None = None,
     resume: Path | None = None,
     prepared: PreparedData | None = None,
@@ -69,7 +69,7 @@ def run_rank(
     return numbers
 
 
-def put_together(parts: list[RunNumbers], config: TrainConfig) -> dict[str, np.ndarray]:
+def put_together(parts: list[RunNumbers], config: Config) -> dict[str, np.ndarray]:
     """Whole weights from every rank's parts; ranks that hold the same part must agree to the bit."""
     mesh, by_place = config.layout, {}
     for rank, part in enumerate(parts):
@@ -93,7 +93,7 @@ def _stable(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in CLOCKS}
 
 
-def run(config: TrainConfig, root: Path | None = None, resume: Path | None = None) -> RunNumbers:
+def run(config: Config, root: Path | None = None, resume: Path | None = None) -> RunNumbers:
     """Train on as many ranks as the config says; weights of all stages are put together, rows are rank 0's.
 
     Checkpoints go below `root`; `resume` is one to go on from.

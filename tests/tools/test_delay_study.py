@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from delay_study import read_options
-from megaasync.config import ConfigError, TrainConfig, read, validate
+from megaasync.config import Config, ConfigError, read, validate
 from study.design import Run, runs_of
 from study.results import cells_of, chosen_lrs, markdown_table
 from study.runner import Result
@@ -119,7 +119,7 @@ def test_every_study_consists_of_valid_runs(study, tmp_path, monkeypatch):
                 continue
             seen.add(key)
             config = validate(
-                read(TrainConfig, OmegaConf.to_container(compose("pretrain", list(run.overrides)), resolve=True))
+                read(Config, OmegaConf.to_container(compose("pretrain", list(run.overrides)), resolve=True))
             )
             assert config.optimizer.lr == pytest.approx(run.lr) and config.optimizer.weight_decay == 0.1
             assert config.train.seed == run.seed

@@ -16,7 +16,7 @@ import torch
 from bench.line import Line
 from bench.muon import compare, matrix_shapes
 from bench.plain_config import compose
-from megaasync.config import TrainConfig, read, validate
+from megaasync.config import Config, read, validate
 from megaasync.data.corpus import PythonStdlibCorpus, is_held_out
 from megaasync.data.indexed_dataset import IndexedWriter
 from megaasync.data.microbatches import Microbatch
@@ -64,12 +64,12 @@ class Place:
             torch.cuda.synchronize(self.device)
 
 
-def config_of(place: Place, groups: dict[str, str], overrides: dict[str, Any]) -> TrainConfig:
+def config_of(place: Place, groups: dict[str, str], overrides: dict[str, Any]) -> Config:
     """A validated config on this device, without checkpoints."""
     always = {"checkpoint.interval": None, "device": place.device.type, "data.num_tokens": 2_000_000}
     if groups.get("data") != "synthetic":
         del always["data.num_tokens"]
-    return validate(read(TrainConfig, compose(groups, always | overrides)))
+    return validate(read(Config, compose(groups, always | overrides)))
 
 
 class _Rows:
@@ -85,7 +85,7 @@ class _Rows:
         return statistics.median([row["tokens_per_second"] for row in self.rows if row["kind"] == "train"][3:])
 
 
-def train(place: Place, config: TrainConfig, prepared: PreparedData | None = None) -> tuple[_Rows, TrainOutcome, float]:
+def train(place: Place, config: Config, prepared: PreparedData | None = None) -> tuple[_Rows, TrainOutcome, float]:
     """The product's own run, in this process: rows, outcome, and seconds."""
     rows, start = _Rows(), perf_counter()
     gc.collect()
@@ -122,7 +122,7 @@ def _engine(place: Place, said: list[str]) -> Kernels | None:
 
 
 def _numbers(
-    place: Place, config: TrainConfig, kernels: Kernels, dtype: torch.dtype, *, documents: bool
+    place: Place, config: Config, kernels: Kernels, dtype: torch.dtype, *, documents: bool
 ) -> tuple[float, torch.Tensor]:
     """Loss and all gradients, in one float64 vector, of one microbatch, whose tokens may attend within documents."""
     model = config.model
@@ -191,7 +191,7 @@ def muon_step(place: Place) -> Iterator[Line]:
     )
 
 
-def _stage_config(place: Place, kind: str, schedule: str, overrides: dict[str, Any] | None = None) -> TrainConfig:
+def _stage_config(place: Place, kind: str, schedule: str, overrides: dict[str, Any] | None = None) -> Config:
     """Six layers of moe_10b as one rank has them, with embedding and head: all dense, or 8 of its experts."""
     sizes: dict[str, Any] = {"train.eval_sequences": 1, "train.steps": 8, "train.warmup_steps": 0}
     if place.is_gpu:
@@ -208,7 +208,7 @@ def _stage_config(place: Place, kind: str, schedule: str, overrides: dict[str, A
     return config_of(place, groups, sizes | (overrides or {}))
 
 
-def _memory(place: Place, config: TrainConfig, outcome: TrainOutcome) -> Line:
+def _memory(place: Place, config: Config, outcome: TrainOutcome) -> Line:
     planned = max(line["total_bytes"] for line in make_plan(config)["ranks"])
     if not place.is_gpu:
         return Line("  memory", "skipped: a process on a CPU holds much besides")

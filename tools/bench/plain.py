@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megaasync.config import TrainConfig
+from megaasync.config import Config
 from megaasync.config.schema import ModelConfig
 from megaasync.data.microbatches import MicrobatchSource
 from megaasync.models.initialize import initialize_
@@ -76,7 +76,7 @@ class PlainDecoder(nn.Module):
 
 
 def train_plainly(
-    model: PlainDecoder, config: TrainConfig, source: MicrobatchSource, *, on_step: Callable[[float], None]
+    model: PlainDecoder, config: Config, source: MicrobatchSource, *, on_step: Callable[[float], None]
 ) -> None:
     """AdamW with torch's fastest step, global clipping, and gradients summed over microbatches.
 

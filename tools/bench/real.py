@@ -7,7 +7,7 @@ import torch
 from bench.case import Case
 from bench.emulated import EmulatedRun, measure
 from command_line import compose_plain
-from megaasync.config import TrainConfig, read, validate
+from megaasync.config import Config, read, validate
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
@@ -33,7 +33,7 @@ MODEL = [
 ]
 
 
-def real_config(case: Case, overrides: tuple[str, ...]) -> TrainConfig:
+def real_config(case: Case, overrides: tuple[str, ...]) -> Config:
     """The config of a real run; for torch's schedules the schedule in it is 1f1b and is not used.
 
     Raises:
@@ -51,7 +51,7 @@ def real_config(case: Case, overrides: tuple[str, ...]) -> TrainConfig:
     ]
     plain = compose_plain(settings)
     plain["train"]["global_batch_size"] = case.num_microbatches * plain["train"]["micro_batch_size"]
-    return validate(read(TrainConfig, plain))
+    return validate(read(Config, plain))
 
 
 class _Losses:
@@ -64,7 +64,7 @@ class _Losses:
             self.of_step.append(row["loss"])
 
 
-def run_rank(environment: RankEnvironment, config: TrainConfig) -> tuple[Timeline, list[float]]:
+def run_rank(environment: RankEnvironment, config: Config) -> tuple[Timeline, list[float]]:
     """One rank of a run: on rank 0 everyone's timeline and the losses."""
     device = torch.device("cpu")
     join_group(environment, device=device, timeout=timedelta(seconds=config.parallel.timeout_seconds))

@@ -15,7 +15,7 @@ from torch.distributed import pipelining
 
 from bench.case import TORCH_SCHEDULES, Case, Emulation, Measured
 from bench.emulated import sleep_until
-from megaasync.config.schema import TrainConfig
+from megaasync.config.schema import Config
 from megaasync.data.microbatches import TokenSequences, TrainingMicrobatches
 from megaasync.data.synthetic import MarkovSource
 from megaasync.distributed.environment import RankEnvironment
@@ -206,7 +206,7 @@ def _loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 class _Updated:
     """A stage's weights in one flat buffer, gradient sum and optimizer: the same kernels as in our engine."""
 
-    def __init__(self, module: DecoderStage, config: TrainConfig) -> None:
+    def __init__(self, module: DecoderStage, config: Config) -> None:
         parameters = dict(module.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         layout = FlatLayout(shapes, route_parameters(roles_of(shapes), config.optimizer))
@@ -228,7 +228,7 @@ class _Updated:
             del parameter.main_grad
 
 
-def run_real_rank(environment: RankEnvironment, case: Case, config: TrainConfig) -> tuple[list[float], list[float]]:
+def run_real_rank(environment: RankEnvironment, case: Case, config: Config) -> tuple[list[float], list[float]]:
     """One rank of a real run: times at which steps ended, and losses (on the last stage's rank)."""
     join_group(environment, device=_CPU, timeout=_TIMEOUT)
     torch.set_num_threads(1)
