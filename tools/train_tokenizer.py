@@ -9,8 +9,8 @@ from pathlib import Path
 
 from command_line import as_flags, check_output
 from megaasync.config import ConfigError
+from megaasync.config.rules.data import SMALLEST_TRAINED_VOCABULARY
 from megaasync.config.schema import HfData
-from megaasync.config.validate import SMALLEST_TRAINED_VOCABULARY
 from megaasync.data import DataError
 from megaasync.data.corpus import PythonStdlibCorpus, open_corpus
 from megaasync.data.tokenizer import Tokenizer, sample_texts, train_tokenizer

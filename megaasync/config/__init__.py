@@ -2,7 +2,7 @@
 
 from megaasync.config.pipeline import phases_of
 from megaasync.config.read import did_you_mean, dotted_keys, listed, read
+from megaasync.config.rules import validate
 from megaasync.config.schema import Config, ConfigError
-from megaasync.config.validate import validate
 
 __all__ = ["Config", "ConfigError", "did_you_mean", "dotted_keys", "listed", "phases_of", "read", "validate"]

@@ -45,7 +45,7 @@ def test_numbers_as_yaml_gives_them():
             "optimizer=moon: unknown optimizer; did you mean muon.*sgd, adamw, .*normuon, mars, soap or torch",
         ),
         ({"optimizer__betas": [0.9]}, r"optimizer.betas=\[0.9\]: expected a list of 2 values"),
-        ({"optimizer__betas": [0.9, 1.0]}, r"optimizer.betas\[1\]=1.0: must lie in"),
+        ({"optimizer__betas": [0.9, 1.0]}, r"optimizer.betas\[1\]=1: must lie in"),
         ({"schedule__name": "2bww"}, "schedule.name=2bww: unknown value; did you mean 2bw"),
         ({"model__moe": 3}, "model.moe=3: expected a group of keys"),
         ({"parallel__data": "all"}, "parallel.data"),
@@ -63,7 +63,7 @@ def test_numbers_as_yaml_gives_them():
         ({"cluster__gpu_tflops": 0.0}, "cluster.gpu_tflops=0: must be above 0; set null"),
         (
             {"correction": {"name": "taylor", "strength": -1.0, "adaptive": False}},
-            "correction.strength=-1.0: must be at least 0",
+            "correction.strength=-1: must be at least 0",
         ),
         (
             {"schedule__name": "1f1b", "correction": {"name": "taylor", "strength": 1.0, "adaptive": False}},
@@ -71,8 +71,8 @@ def test_numbers_as_yaml_gives_them():
         ),
         ({"parallel__expert": 3}, "parallel.expert=3: must divide model.moe.num_experts=4, .*; set parallel.expert=1"),
         ({"parallel__data": 8}, "must be a multiple of micro_batch_size x data x expert = 2 x 8 = 16; set .*=16"),
-        ({"model__moe__capacity_factor": 0.0}, "model.moe.capacity_factor=0.0: must be above 0; set null"),
-        ({"model__moe__z_loss": -1.0}, "model.moe.z_loss=-1.0: must be at least 0"),
+        ({"model__moe__capacity_factor": 0.0}, "model.moe.capacity_factor=0: must be above 0; set null"),
+        ({"model__moe__z_loss": -1.0}, "model.moe.z_loss=-1: must be at least 0"),
         ({"model__moe__score_function": "relu"}, "model.moe.score_function=relu: unknown value"),
         ({"train__global_batch_size": 7}, "train.global_batch_size=7: must be a multiple of .* = 2; set .*=(6|8)"),
         (
@@ -83,10 +83,10 @@ def test_numbers_as_yaml_gives_them():
             {"schedule__name": "1f1b", "correction__name": "error_feedback"},
             "correction=error_feedback: corrects a gradient delay, but schedule=1f1b has none",
         ),
-        ({"optimizer__lr": -1.0}, "optimizer.lr=-1.0: must be at least 0"),
-        ({"optimizer__eps": 0.0}, "optimizer.eps=0.0: must be above 0"),
-        ({"optimizer__momentum": 1.0}, "optimizer.momentum=1.0: must lie in"),
-        ({"train__clip_grad_norm": 0.0}, "train.clip_grad_norm=0.0: must be above 0; set null"),
+        ({"optimizer__lr": -1.0}, "optimizer.lr=-1: must be at least 0"),
+        ({"optimizer__eps": 0.0}, "optimizer.eps=0: must be above 0"),
+        ({"optimizer__momentum": 1.0}, "optimizer.momentum=1: must lie in"),
+        ({"train__clip_grad_norm": 0.0}, "train.clip_grad_norm=0: must be above 0; set null"),
         ({"train__final_lr_ratio": 1.5}, "train.final_lr_ratio=1.5: must lie in"),
         (
             {"schedule__name": "pipedream", "parallel__pipeline": 2},
@@ -135,7 +135,7 @@ def test_numbers_as_yaml_gives_them():
         ({"schedule__delay": [0], "schedule__name": "1f1b"}, "is for studies on one rank"),
         ({"parallel__timeout_seconds": 0.0}, "parallel.timeout_seconds=0: must be above 0"),
         ({"data__num_tokens": 8}, "data.num_tokens=8: must be above model.seq_length=8"),
-        ({"data__branching": 65}, "data.branching=65: must lie in"),
+        ({"data__branching": 65}, "data.branching=65: must be at most model.vocab_size=64"),
         ({"data": {"name": "indexed", "path": "", "validation_path": None}}, "data.path is empty"),
         (
             {"data": {"name": "python_stdlib", "cache_dir": "x", "validation_fraction": 0.1, "tokenizer_bytes": 9999}},
