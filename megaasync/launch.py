@@ -19,7 +19,7 @@ from megaasync.cluster.docker import docker_command
 from megaasync.cluster.record import LAUNCH_RECORD, code_hash, environment_record
 from megaasync.cluster.script import Job, JobRun, render_script
 from megaasync.cluster.submit import check_no_job, note_job, submit
-from megaasync.config import Config, ConfigError, read, validate
+from megaasync.config import Config, ConfigError, read, to_plain, validate
 from megaasync.config.identity import config_hash
 from megaasync.config.schema import DockerCluster, SlurmCluster
 from megaasync.config.secrets import redacted
@@ -38,7 +38,7 @@ from megaasync.entry.launch_checks import check_files, needed_folders
 from megaasync.entry.run_config import check_secrets, sha256_of
 from megaasync.entry.run_folder import new_run_folder, where_to_go_on
 from megaasync.observe.run_files import write_json, write_text
-from megaasync.pretrain import resolve_data
+from megaasync.pretrain import resolve_data, with_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,11 @@ class _Wanted:
     """One run that was asked for, checked.
 
     Attributes:
-        config, plain: read, and as a plain dict.
+        config: validated.
         overrides: as typed, without run.dir; written down for people.
     """
 
     config: Config
-    plain: dict[str, Any]
     overrides: tuple[str, ...]
 
 
@@ -61,17 +60,17 @@ def _check(plain: dict[str, Any]) -> _Wanted:
     Raises:
         ConfigError: it is wrong, or not for a cluster.
     """
-    config = validate(resolve_data(read(Config, plain), plain, None))
+    config = validate(resolve_data(read(Config, plain), None))
     if not isinstance(config.cluster, SlurmCluster | DockerCluster):
         raise ConfigError(
             f"cluster={config.cluster.name}: nothing to set up; set cluster=slurm or cluster=docker, or start it here "
             "with python -m megaasync.pretrain"
         )
-    check_secrets(plain)
+    check_secrets(config)
     if not config.dry_run and config.cluster.check_files:
         check_files(config)
     own = ("run.dir=", "+run.dir=", "cluster.submit=")
-    return _Wanted(config, plain, tuple(one for one in current_overrides() if not one.startswith(own)))
+    return _Wanted(config, tuple(one for one in current_overrides() if not one.startswith(own)))
 
 
 def _label(config: Config) -> str:
@@ -86,18 +85,18 @@ def _write_run(wanted: _Wanted, folder: Path, record: dict[str, Any], plan: dict
     """
     check_no_job(folder)
     if (folder / "metrics.jsonl").exists():
-        found = where_to_go_on(wanted.config, wanted.plain, folder)
+        found = where_to_go_on(wanted.config, folder)
         if found is not None:
-            check_settings(read_meta(found), wanted.plain, found, override=wanted.config.checkpoint.override)
+            check_settings(read_meta(found), wanted.config, found)
         print(f"{folder} holds this run already; it goes on from {found or 'its beginning'}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        wanted.plain["run"]["dir"] = str(folder)
-        content = yaml.safe_dump(wanted.plain, sort_keys=False)
+        config = with_folder(wanted.config, folder)
+        content = yaml.safe_dump(to_plain(config), sort_keys=False)
         write_text(folder / "config.yaml", content)
         write_text(folder / "overrides.txt", "".join(f"{one}\n" for one in wanted.overrides))
         own = {
-            "config_hash": config_hash(wanted.plain),
+            "config_hash": config_hash(config),
             "config_sha256": sha256_of(content.encode()),
             "total_parameters": plan["total_parameters"],
         }

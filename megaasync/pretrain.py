@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import yaml
 
 from megaasync.cluster.script import ENDED
-from megaasync.config import Config, ConfigError, phases_of, read, validate
+from megaasync.config import Config, ConfigError, phases_of, read, to_plain, validate
 from megaasync.config.layout import AXES
 from megaasync.data import DataError
 from megaasync.distributed import DeviceError, TransportError
@@ -30,12 +31,13 @@ from megaasync.entry.run_folder import Claim, claim_run_folder
 from megaasync.entry.spawn import Interrupted, RankFailed, spawn_ranks
 from megaasync.observe.run_files import copy_whole, read_metrics, write_json, write_text
 from megaasync.pipeline import TrainingError
+from megaasync.train.rank_job import RankJob
 
 _LONGEST_PAUSE = 60.0  # seconds before a restart
 
 
-def resolve_data(config: Config, plain: dict[str, Any], environment: RankEnvironment | None) -> Config:
-    """Make `parallel.data=auto` the number of ranks that the other axes leave, here and in the plain config."""
+def resolve_data(config: Config, environment: RankEnvironment | None) -> Config:
+    """Make `parallel.data=auto` the number of ranks that the other axes leave."""
     parallel, counts = config.parallel, (config.cluster.nodes, config.cluster.ranks_per_node or 1)
     if parallel.data != "auto" or min(parallel.tensor, parallel.expert, parallel.pipeline, *counts) < 1:
         return config  # the rules will say what is wrong
@@ -52,8 +54,12 @@ def resolve_data(config: Config, plain: dict[str, Any], environment: RankEnviron
             f"parallel.data=auto: pipeline x expert x tensor = {others} does not divide {where}; take a multiple of "
             f"{others} or change parallel.pipeline, parallel.expert or parallel.tensor"
         )
-    plain["parallel"]["data"] = launched // others
     return replace(config, parallel=replace(config.parallel, data=launched // others))
+
+
+def with_folder(config: Config, folder: Path) -> Config:
+    """The config with its run folder."""
+    return replace(config, run=replace(config.run, dir=str(folder)))
 
 
 def _check_world(config: Config, environment: RankEnvironment | None) -> None:
@@ -84,7 +90,7 @@ def _print_plan(config: Config) -> None:
     fail_if_unread()
 
 
-def _prepare(config: Config, plain: dict[str, Any], *, is_first: bool, writes_config: bool) -> tuple[Any, Claim | None]:
+def _prepare(config: Config, *, is_first: bool, writes_config: bool) -> tuple[Any, Claim | None]:
     """Data and run folder, on the rank or launcher that makes them."""
     prepare = importlib.import_module("megaasync.data.prepare")
     say = (lambda line: print(line, flush=True)) if is_first else (lambda line: None)
@@ -92,14 +98,13 @@ def _prepare(config: Config, plain: dict[str, Any], *, is_first: bool, writes_co
     if not is_first:
         return prepared, None
     label = f"{config.model.name}-{config.optimizer.name}-{config.schedule.name}"
-    claim = claim_run_folder(config, plain, label=label, data=prepared.identity)
-    plain["run"]["dir"] = str(claim.folder)
+    claim = claim_run_folder(config, label=label, data=prepared.identity)
     claim.owns_config = writes_config
     for note in claim.notes:
         say(note)
     try:
         if writes_config:
-            _write_config(claim, yaml.safe_dump(plain, sort_keys=False))
+            _write_config(claim, yaml.safe_dump(to_plain(with_folder(config, claim.folder)), sort_keys=False))
         if prepared.tokenizer is not None:
             copy_whole(Path(prepared.tokenizer), claim.folder / "tokenizer.model")
     except BaseException:
@@ -144,18 +149,24 @@ def _note_end(folder: Path, status: int, *, may_go_well: bool) -> bool:
     return True
 
 
-def _end_rank(message: str, status: int, plain: dict[str, Any], claim: Claim | None, *, may_go_well: bool) -> None:
+def _end_rank(message: str, status: int, job_folder: Path | None, claim: Claim | None, *, may_go_well: bool) -> None:
     """End one rank of a group at once: on the way out of Python its group might hang or abort when a peer is gone.
 
     srun tells the highest status of its tasks, and ends the slower ones; so the first rank of a job that ends badly
     writes its own status down for the batch script.
+
+    Args:
+        message: for the user; empty for nothing.
+        status: of the process.
+        job_folder: run folder of a SLURM job; None outside of one.
+        claim: on the run folder, if this rank has one.
+        may_go_well: another try may.
     """
     if message:
         prefix = "" if status == INTERRUPTED_STATUS else "error: "  # a planned end is none
         print(f"{prefix}{message}", file=sys.stderr)
-    run, cluster = plain.get("run"), plain.get("cluster")
-    if isinstance(run, dict) and isinstance(cluster, dict) and cluster.get("name") == "slurm" and run.get("dir"):
-        _note_end(Path(run["dir"]), status, may_go_well=may_go_well)
+    if job_folder is not None:
+        _note_end(job_folder, status, may_go_well=may_go_well)
     if claim is not None:
         claim.close()
     for stream in (sys.stdout, sys.stderr):
@@ -164,7 +175,17 @@ def _end_rank(message: str, status: int, plain: dict[str, Any], claim: Claim | N
     os._exit(status)
 
 
-def _run_here(config: Config, plain: dict[str, Any], prepared: Any, claim: Claim, *, began: float) -> None:
+def _job_folder(plain: Mapping[str, Any], claim: Claim | None) -> Path | None:
+    """The run folder of a SLURM job, from a config that may be wrong; None outside of one."""
+    run, cluster = plain.get("run"), plain.get("cluster")
+    if not isinstance(run, dict) or not isinstance(cluster, dict) or cluster.get("name") != "slurm":
+        return None
+    if claim is not None:
+        return claim.folder
+    return Path(run["dir"]) if run.get("dir") else None
+
+
+def _run_here(config: Config, prepared: Any, claim: Claim, *, began: float) -> None:
     """Run on ranks of this host, and again from the last checkpoint as often as the config says.
 
     Restarts are counted from the last one that had a newer checkpoint to go on from: a run of a month may fail more
@@ -179,7 +200,7 @@ def _run_here(config: Config, plain: dict[str, Any], prepared: Any, claim: Claim
         try:
             statuses = spawn_ranks(
                 run_rank,
-                (config, prepared, claim.folder, plain, claim.resume, began),
+                (RankJob(config, prepared, claim.folder, claim.resume, began),),
                 world_size=config.world_size,
                 names=_rank_names(config),
                 hang_seconds=config.parallel.timeout_seconds,
@@ -210,7 +231,7 @@ def pretrain(plain: dict[str, Any], *, is_from_folder: bool = False) -> None:
     """Run one config: checked first, then on as many ranks as the layout needs.
 
     Args:
-        plain: the config as plain dicts; `run.dir` becomes the run folder.
+        plain: the config as plain dicts, as Hydra or a file gives it.
         is_from_folder: it is the config.yaml of its run folder, which stays as it is.
 
     Raises:
@@ -222,11 +243,11 @@ def pretrain(plain: dict[str, Any], *, is_from_folder: bool = False) -> None:
         """Say it and end, with a note for the batch script on whether another try may go well."""
         if environment is None:
             fail(message, status=status)
-        _end_rank(message, status, plain, claim, may_go_well=may_go_well)
+        _end_rank(message, status, _job_folder(plain, claim), claim, may_go_well=may_go_well)
 
     try:
         environment = launched_environment()
-        config = validate(resolve_data(read(Config, plain), plain, environment))
+        config = validate(resolve_data(read(Config, plain), environment))
         if config.dry_run:
             _print_plan(config)
             return
@@ -238,12 +259,16 @@ def pretrain(plain: dict[str, Any], *, is_from_folder: bool = False) -> None:
             )
         _check_world(config, environment)
         is_first = environment is None or environment.rank == 0
-        prepared, claim = _prepare(config, plain, is_first=is_first, writes_config=not is_from_folder)
+        if is_from_folder:
+            check_secrets(config)
+        prepared, claim = _prepare(config, is_first=is_first, writes_config=not is_from_folder)
+        if claim is not None:
+            config = with_folder(config, claim.folder)
         if environment is None:
-            _run_here(config, plain, prepared, claim, began=began)
+            _run_here(config, prepared, claim, began=began)
         else:
             folder, resume = (None, None) if claim is None else (claim.folder, claim.resume)
-            if run_rank(environment, config, prepared, folder, plain, resume, began) == "interrupted":
+            if run_rank(environment, RankJob(config, prepared, folder, resume, began)) == "interrupted":
                 raise Interrupted("interrupted")
     except (ConfigError, DataError) as error:
         if plain.get("debug") is True:
@@ -313,13 +338,12 @@ def _pretrain_from_file(path: Path) -> None:
         fail(str(error), status=CONFIG_ERROR_STATUS)
     try:
         plain = read_run_config(path, sys.argv[1:])
-        check_secrets(plain)
     except ConfigError as error:
         if environment is None:
             fail(str(error), status=CONFIG_ERROR_STATUS)
         # every rank reads the same file, and srun ends the slower ones: the first one speaks
         is_first = _note_end(path.parent, CONFIG_ERROR_STATUS, may_go_well=False)
-        _end_rank(str(error) if is_first else "", CONFIG_ERROR_STATUS, {}, None, may_go_well=False)
+        _end_rank(str(error) if is_first else "", CONFIG_ERROR_STATUS, None, None, may_go_well=False)
     except Interrupted:
         fail("interrupted", status=INTERRUPTED_STATUS)
     pretrain(plain, is_from_folder=True)

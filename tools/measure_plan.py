@@ -163,7 +163,7 @@ def planned_rank(config: Config, rank: int) -> dict[str, int]:
 def measure(plain: dict[str, Any]) -> None:
     """Measure, print, and end with status 1 if a total differs by more than a tenth."""
     try:
-        config = validate(resolve_data(read(Config, plain), plain, None))
+        config = validate(resolve_data(read(Config, plain), None))
         if config.model.moe and config.train.dtype != "bfloat16":
             raise ConfigError(
                 f"train.dtype={config.train.dtype}: experts can be measured in bfloat16 only; set train.dtype=bfloat16"

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megaasync.config.identity import without
-from megaasync.config.schema import ConfigError
+from megaasync.config.plain import in_current_form, to_plain
+from megaasync.config.schema import Config, ConfigError
 from megaasync.data.identity import Identity, check_identity
 from megaasync.optim.lr_schedule import LrShape, lr_multiplier
 
@@ -17,26 +18,23 @@ _OF_TRAINING = (
     ("optimizer", "lr"),
     ("optimizer", "weight_decay"),
 )
-_BEFORE = {"document_mask": False, "qk_norm": False}  # what older checkpoints do not say
 _FREE = ("lr", "weight_decay", "newton_schulz_precision")  # of the optimizer: the last one changes rounding only
 _OF_RUN = ("cache_dir",)  # keys that say where something is, not what
 
 
 def check_settings(
     meta: Mapping[str, Any],
-    plain: Mapping[str, Any],
+    config: Config,
     path: Path,
     *,
-    override: bool,
     data: Identity | None = None,
 ) -> None:
-    """The model, the optimizer and the data are the checkpoint's; with `override` other settings may differ.
+    """The model, the optimizer and the data are the checkpoint's; with checkpoint.override other settings may differ.
 
     Args:
         meta: what the checkpoint says about itself.
-        plain: the config as a plain dict.
+        config: of the run.
         path: of the checkpoint.
-        override: checkpoint.override.
         data: hashes of the run's tokens and tokenizer; None where nobody has computed them.
 
     Raises:
@@ -44,7 +42,8 @@ def check_settings(
     """
     if meta.get("format") != FORMAT:
         raise ConfigError(f"checkpoint {path}: has format {meta.get('format')}, this program reads {FORMAT}")
-    then, end = meta["config"], plain["train"]["steps"]
+    then, plain = in_current_form(meta["config"]), to_plain(config)
+    end, override = config.train.steps, config.checkpoint.override
     if meta["step"] > end:
         raise ConfigError(
             f"train.steps={end}: the checkpoint {path} has {meta['step']} steps already; set more train.steps"
@@ -56,41 +55,40 @@ def check_settings(
 
     other = "a checkpoint cannot be resumed with another one"
     for key in sorted({*plain["model"], *then["model"]} - {"name"}):
-        differ(f"model.{key}", plain["model"].get(key), then["model"].get(key, _BEFORE.get(key)), other)
+        differ(f"model.{key}", plain["model"].get(key), then["model"].get(key), other)
     differ("train.dtype", plain["train"]["dtype"], then["train"]["dtype"], other)
     differ("optimizer", without(plain["optimizer"], _FREE), without(then["optimizer"], _FREE), other)
     if override:
         return
     remedy = "set it back, or checkpoint.override=true to go on with the new one"
     for group, name in _OF_TRAINING:
-        differ(f"{group}.{name}", plain[group].get(name), then[group].get(name, _BEFORE.get(name)), remedy)
-    _check_lr_horizon(meta, plain, path)
+        differ(f"{group}.{name}", plain[group].get(name), then[group].get(name), remedy)
+    _check_lr_horizon(meta["step"], then, config, path)
     if data is not None:  # the content counts, wherever it lies
         # older runs cut text otherwise: their tokenizers saw less of it, and documents were held out by row numbers
-        is_known = plain["data"]["name"] in ("synthetic", "indexed")
+        is_known = config.data.name in ("synthetic", "indexed")
         check_identity(meta.get("data"), data, where=f"checkpoint {path}", override=override, is_known=is_known)
     new = ("tokenizer_bytes", *(("path", "validation_path", "tokenizer") if data and meta.get("data") else ()))
     ours, theirs = (without(without(one["data"], _OF_RUN), new) for one in (plain, then))
     differ("data", ours, theirs, remedy)
 
 
-def _check_lr_horizon(meta: Mapping[str, Any], plain: Mapping[str, Any], path: Path) -> None:
+def _check_lr_horizon(done: int, then: Mapping[str, Any], config: Config, path: Path) -> None:
     """A run with more steps keeps the learning rates that it has had, and the one that its last update waits for.
 
     Raises:
         ConfigError: the schedule would be stretched.
     """
-    then, now = (LrShape.of_plain(one["train"]) for one in (meta["config"], plain))
-    if then.lr_horizon == now.lr_horizon or now.lr_schedule == "constant":
+    before, now = LrShape.of_plain(then["train"]), LrShape.of(config.train)
+    if before.lr_horizon == now.lr_horizon or now.lr_schedule == "constant":
         return
-    done, peak = meta["step"], plain["optimizer"]["lr"]
-    if now.lr_schedule != "cosine" and all(lr_multiplier(then, k) == lr_multiplier(now, k) for k in range(done)):
+    if now.lr_schedule != "cosine" and all(lr_multiplier(before, k) == lr_multiplier(now, k) for k in range(done)):
         return  # wsd that has not begun to decay
-    lr_then, lr_now = (peak * lr_multiplier(shape, max(done - 1, 0)) for shape in (then, now))
-    key = "train.steps" if plain["train"].get("lr_schedule_steps") is None else "train.lr_schedule_steps"
+    lr_then, lr_now = (config.optimizer.lr * lr_multiplier(shape, max(done - 1, 0)) for shape in (before, now))
+    key = "train.steps" if config.train.lr_schedule_steps is None else "train.lr_schedule_steps"
     raise ConfigError(
         f"{key}={now.lr_horizon}: the checkpoint {path} was made with the {now.lr_schedule} lr schedule over "
-        f"{then.lr_horizon} steps; stretched to {now.lr_horizon} the lr at step {done} would be {lr_now:.3g} instead "
-        f"of {lr_then:.3g}; set train.lr_schedule_steps={then.lr_horizon} to keep the schedule, or "
+        f"{before.lr_horizon} steps; stretched to {now.lr_horizon} the lr at step {done} would be {lr_now:.3g} instead "
+        f"of {lr_then:.3g}; set train.lr_schedule_steps={before.lr_horizon} to keep the schedule, or "
         "checkpoint.override=true to stretch it from here on"
     )

@@ -5,6 +5,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megaasync.config.plain import in_current_form, to_plain
+from megaasync.config.schema import Config
+
 # groups and keys that may differ between two starts of the same run; everything else decides its numbers
 _NOT_DECISIVE = ("run", "cluster", "logging", "checkpoint", "debug", "dry_run")
 _NOT_DECISIVE_OF = {"train": ("time_limit",), "parallel": ("timeout_seconds",), "data": ("cache_dir",)}
@@ -24,13 +27,13 @@ def decisive(plain: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def config_hash(plain: Mapping[str, Any]) -> str:
+def config_hash(config: Config) -> str:
     """Of what a run computes; not of where it runs."""
-    return hashlib.sha256(json.dumps(decisive(plain), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(decisive(to_plain(config)), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first setting that decides numbers and differs between two configs, with both values; None if none does."""
+def first_difference(written: Mapping[str, Any], config: Config) -> str | None:
+    """The first setting that decides numbers and differs from a config that was written down; None if none does."""
 
     def compare(key: str, then: Any, here: Any) -> str | None:
         if isinstance(then, Mapping) and isinstance(here, Mapping):
@@ -40,4 +43,4 @@ def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str |
         then, here = (list(one) if isinstance(one, tuple) else one for one in (then, here))
         return None if then == here else f"{key}={here}, begun with {key}={then}"
 
-    return compare("", decisive(before), decisive(now))
+    return compare("", decisive(in_current_form(written)), decisive(to_plain(config)))

@@ -6,7 +6,7 @@ config folder of the user's, nothing that could be another than at the launch.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 
 from megaasync.cluster.record import LAUNCH_RECORD
 from megaasync.cluster.script import FLAG
-from megaasync.config import ConfigError, did_you_mean
+from megaasync.config import Config, ConfigError, did_you_mean
 from megaasync.distributed.environment import variables
 from megaasync.entry.run_folder import has_started_from
 
@@ -96,15 +96,13 @@ def _go_on(plain: dict[str, Any], folder: Path) -> None:
         plain["checkpoint"]["resume"] = "auto"
 
 
-def check_secrets(plain: Mapping[str, Any]) -> None:
+def check_secrets(config: Config) -> None:
     """The environment has what the config takes from it by name.
 
     Raises:
         ConfigError: a secret is missing.
     """
-    cluster = plain.get("cluster")
-    names = cluster.get("secrets") if isinstance(cluster, dict) else None
-    for name in names or ():
+    for name in getattr(config.cluster, "secrets", ()):
         if not variables().get(name):
             raise ConfigError(f"cluster.secrets: {name} is not set in this environment; export it before the start")
 

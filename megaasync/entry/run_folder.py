@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -92,11 +91,11 @@ class Claim:
         os.close(self.lock)
 
 
-def claim_run_folder(config: Config, plain: Mapping[str, Any], *, label: str, data: Identity) -> Claim:
+def claim_run_folder(config: Config, *, label: str, data: Identity) -> Claim:
     """Make a run folder, or find out where the run in it goes on.
 
     Args:
-        config, plain: of the run, read and as a plain dict.
+        config: of the run.
         label: readable part of a new folder's name.
         data: hashes of the run's tokenizer and tokens.
 
@@ -108,7 +107,7 @@ def claim_run_folder(config: Config, plain: Mapping[str, Any], *, label: str, da
     chosen = None if wish in ("auto", "never") else Path(wish).expanduser().absolute()
     if chosen is not None:
         meta = _named_checkpoint(chosen, wish)
-        check_settings(meta, plain, chosen, override=config.checkpoint.override, data=data)
+        check_settings(meta, config, chosen, data=data)
     folder = new_run_folder(label).absolute() if config.run.dir is None else _existing_folder(config.run.dir)
     lock = lock_folder(folder)
     try:
@@ -127,10 +126,10 @@ def claim_run_folder(config: Config, plain: Mapping[str, Any], *, label: str, da
                 "another folder"
             )
         remove_leftovers(root)
-        claim = Claim(folder, own or where_to_go_on(config, plain, folder, data=data), lock)
+        claim = Claim(folder, own or where_to_go_on(config, folder, data=data), lock)
         if claim.resume is not None:  # before anything of the run is touched
             meta = read_meta(claim.resume)
-            check_settings(meta, plain, claim.resume, override=config.checkpoint.override, data=data)
+            check_settings(meta, config, claim.resume, data=data)
             claim.notes = _lost_rows(folder, meta["step"])
             if "data" not in meta and config.data.name == "indexed":
                 claim.notes += (f"WARNING: {claim.resume} has no hashes of its tokens, so they cannot be compared",)
@@ -183,15 +182,13 @@ def _first_start(folder: Path) -> dict[str, Any]:
     return next(starts, {})
 
 
-def where_to_go_on(
-    config: Config, plain: Mapping[str, Any], folder: Path, *, data: Identity | None = None
-) -> Path | None:
+def where_to_go_on(config: Config, folder: Path, *, data: Identity | None = None) -> Path | None:
     """The newest complete checkpoint of the run in a folder, else what it was begun from; only looks.
 
     None to begin again a run that was lost before its first checkpoint.
 
     Args:
-        config, plain: of the run, read and as a plain dict.
+        config: of the run.
         folder: the run folder.
         data: hashes of the run's tokenizer and tokens; None where nobody has computed them.
 
@@ -200,7 +197,7 @@ def where_to_go_on(
     """
     found = newest(folder / "checkpoints")
     if found is None:
-        _check_same_run(config, plain, folder, data=data)
+        _check_same_run(config, folder, data=data)
         first = _begun_from(folder)
         if first is None:
             return None
@@ -223,7 +220,7 @@ def where_to_go_on(
     return found.path
 
 
-def _check_same_run(config: Config, plain: Mapping[str, Any], folder: Path, *, data: Identity | None = None) -> None:
+def _check_same_run(config: Config, folder: Path, *, data: Identity | None = None) -> None:
     """A run that was lost before its first checkpoint starts over only with the same config: its rows are discarded.
 
     Raises:
@@ -234,7 +231,7 @@ def _check_same_run(config: Config, plain: Mapping[str, Any], folder: Path, *, d
         raise ConfigError(f"{here}, and checkpoint.interval=null makes no checkpoint to go on from; {rest}")
     try:
         begun = yaml.safe_load((folder / "config.yaml").read_text())
-        difference = first_difference(begun, plain)
+        difference = first_difference(begun, config)
     except (OSError, yaml.YAMLError, AttributeError, TypeError):
         raise ConfigError(f"{here} (metrics.jsonl), but no config.yaml tells which; {rest}") from None
     if difference is not None:

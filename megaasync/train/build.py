@@ -1,11 +1,10 @@
 """From a config to a trainer: the only place that knows all rooms."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -127,13 +126,11 @@ class CheckpointFiles:
     Attributes:
         root: folder of the run's own.
         resume: the one to go on from, or None.
-        plain: the config as a plain dict.
         say: tells the user, on rank 0.
     """
 
     root: Path
     resume: Path | None
-    plain: Mapping[str, Any]
     say: Callable[[str], None]
 
 
@@ -453,4 +450,4 @@ def _checkpoints(
             group=group,
             say=files.say,
         )
-    return RunCheckpoints(config, files.plain, keeper=keeper, states=states, updates=updates, group=group, data=data)
+    return RunCheckpoints(config, keeper=keeper, states=states, updates=updates, group=group, data=data)

@@ -1,6 +1,6 @@
 """What a trainer needs of checkpoints: save now, where to go on, wait."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from megaasync.checkpoint.keeper import CheckpointKeeper
 from megaasync.checkpoint.restore import Position, describe, entries_at, restore
 from megaasync.checkpoint.settings import check_settings
 from megaasync.checkpoint.stage_state import StageState
+from megaasync.config.plain import in_current_form, to_plain
 from megaasync.config.schema import Config, ConfigError
 from megaasync.data.identity import Identity
 from megaasync.distributed.agreement import gathered
@@ -78,7 +79,6 @@ class RunCheckpoints:
     def __init__(
         self,
         config: Config,
-        plain: Mapping[str, Any],
         *,
         keeper: CheckpointKeeper | None,
         states: Sequence[StageState],
@@ -89,7 +89,7 @@ class RunCheckpoints:
         """Checkpoints of a run.
 
         Args:
-            config, plain: of the run, read and as a plain dict.
+            config: of the run.
             keeper: None if the run saves nothing.
             states: of this rank's stages.
             updates: of this rank.
@@ -97,7 +97,7 @@ class RunCheckpoints:
             data: hashes of tokenizer and tokens.
         """
         self._data = data
-        self._config, self._plain, self._keeper = config, plain, keeper
+        self._config, self._keeper = config, keeper
         self._states, self._updates, self._group = states, updates, group
         self._compensates = config.correction.name == "taylor"
         self.position: Position | None = None
@@ -116,11 +116,11 @@ class RunCheckpoints:
         problem, meta = None, {}
         try:
             meta = read_meta(path)
-            check_settings(meta, self._plain, path, override=self._config.checkpoint.override, data=self._data)
+            check_settings(meta, self._config, path, data=self._data)
         except ConfigError as error:
             problem = str(error)
         self._agree(problem)
-        then = meta["config"]
+        then = in_current_form(meta["config"])
         before = LearningRate(LrShape.of_plain(then["train"]), peak=then["optimizer"]["lr"])
         learning_rate.keep_before(meta["step"], before)
         self.position = restore(
@@ -176,7 +176,7 @@ class RunCheckpoints:
             "layout": {name: getattr(self._config.layout, name) for name in ("pipeline", "data", "expert", "tensor")},
             "torch": torch.__version__,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "config": dict(self._plain),
+            "config": to_plain(self._config),
             "data": dict(self._data),
         }
         entries = entries_at(self._states, step, schedule=phase.schedule, compensates=self._compensates)

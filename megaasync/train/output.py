@@ -11,6 +11,7 @@ from typing import Any
 from megaasync.checkpoint.folders import mark_of
 from megaasync.cluster.script import REQUEUE
 from megaasync.config.pipeline import phases_of
+from megaasync.config.plain import to_plain
 from megaasync.config.schema import Config
 from megaasync.data.identity import Identity
 from megaasync.models.flops import utilisation
@@ -43,7 +44,6 @@ class RunOutput:
         self,
         config: Config,
         folder: Path,
-        run_config: Mapping[str, Any],
         *,
         data: Identity | None = None,
         began: float | None = None,
@@ -51,7 +51,7 @@ class RunOutput:
         """The outputs of a run.
 
         Args:
-            config, run_config: read, and as a plain dict.
+            config: validated.
             folder: the run folder.
             data: hashes of tokenizer and tokens.
             began: `perf_counter` when the run was started on this host; None for now.
@@ -62,7 +62,7 @@ class RunOutput:
         self._progress = Progress(steps=config.train.steps, interval=config.logging.interval)
         wandb = config.logging.wandb
         is_tracked = wandb.mode != "disabled"
-        self._tracker = WandbTracker(wandb, folder=folder, run_config=run_config) if is_tracked else None
+        self._tracker = WandbTracker(wandb, folder=folder, run_config=to_plain(config)) if is_tracked else None
         self._began = perf_counter() if began is None else began
         self._startup_seconds, self._has_begun, self._is_tracker_lost = 0.0, False, False
         self._spikes = SpikeWatch(config.logging.spike_threshold)

@@ -188,7 +188,6 @@ def _free(path: Path | None) -> int | None:
 def preflight(
     environment: RankEnvironment,
     config: Config,
-    plain: Mapping[str, Any],
     folder: Path,
     device: torch.device,
     *,
@@ -198,7 +197,7 @@ def preflight(
 
     Args:
         environment: this rank's place.
-        config, plain: read, and as a plain dict.
+        config: validated.
         folder: the run folder.
         device: of this rank.
         launched: environment.json of the run folder, or nothing.
@@ -219,7 +218,7 @@ def preflight(
         environment.rank,
         socket.gethostname(),
         code_hash(Path(__file__).parents[1]),
-        config_hash(plain),
+        config_hash(config),
         clock,
         _free(folder),
         _free(None if cache is None else Path(cache).expanduser()),

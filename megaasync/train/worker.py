@@ -4,7 +4,6 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -27,6 +26,7 @@ from megaasync.train.build import CheckpointFiles, build_trainer
 from megaasync.train.checkpointing import sound_checkpoint
 from megaasync.train.output import RunOutput
 from megaasync.train.preflight import preflight
+from megaasync.train.rank_job import RankJob
 from megaasync.train.trainer import Trainer
 
 
@@ -84,27 +84,18 @@ def _launch_record(folder: Path) -> dict[str, Any]:
 
 def run_rank(
     environment: RankEnvironment,
-    config: Config,
-    prepared: PreparedData,
-    folder: Path | None,
-    run_config: Mapping[str, Any],
-    resume: Path | None = None,
-    began: float | None = None,
+    job: RankJob,
 ) -> str:
     """Train on this rank, from joining the group to leaving it.
 
     Args:
         environment: this rank's place.
-        config: validated.
-        prepared: where the tokens are.
-        folder: the run folder, on rank 0, which writes it.
-        run_config: the config as a plain dict, for the tracker and for checkpoints.
-        resume: checkpoint to go on from, on rank 0.
-        began: `perf_counter` when the run was started on this host, for train.time_limit; None for now.
+        job: what to train; rank 0's folder and checkpoint are those of all ranks.
 
     Returns:
         completed or interrupted.
     """
+    config = job.config
     # a node that has lost its GPUs must not quietly go on without
     on_cluster = isinstance(config.cluster, SlurmCluster | DockerCluster)
     wants_gpu = on_cluster and config.cluster.gpus_per_node and config.device == "auto"
@@ -112,8 +103,8 @@ def run_rank(
     local_rank = 0 if getattr(config.cluster, "gpus_per_task", None) else environment.local_rank
     device = choose_device("cuda" if wants_gpu else config.device, local_rank=local_rank)
     join_group(environment, device=device, timeout=timedelta(seconds=config.parallel.timeout_seconds))
-    folder, resume, identity = _as_rank_0_says((folder, resume, prepared.identity))
-    prepared = replace(prepared, identity=identity)
+    folder, resume, identity = _as_rank_0_says((job.folder, job.resume, job.prepared.identity))
+    prepared = replace(job.prepared, identity=identity)
     with suppress(OSError):  # a folder that only rank 0 sees cannot be guarded from here
         join_folder(folder)
     _check_same_tokens(prepared, environment)
@@ -128,18 +119,22 @@ def run_rank(
         )
     if environment.rank == 0:  # nothing of the run was touched before it was clear what it goes on from
         go_back(folder, 0 if resume is None else read_meta(resume)["step"])
-    output = (
-        RunOutput(config, folder, run_config, data=prepared.identity, began=began) if environment.rank == 0 else None
-    )
+    output = RunOutput(config, folder, data=prepared.identity, began=job.began) if environment.rank == 0 else None
     say = output.say if output is not None else lambda line: None
-    files = CheckpointFiles(folder / "checkpoints", resume, run_config, say)
+    files = CheckpointFiles(folder / "checkpoints", resume, say)
     if isinstance(config.cluster, SlurmCluster) and config.cluster.preflight and environment.world_size > 1:
         launched = _as_rank_0_says(_launch_record(folder))
-        for line in preflight(environment, config, run_config, folder, device, launched=launched):
+        for line in preflight(environment, config, folder, device, launched=launched):
             say(line)
     with output or nullcontext():
         trainer = build_trainer(
-            config, environment=environment, prepared=prepared, device=device, observer=output, files=files, began=began
+            config,
+            environment=environment,
+            prepared=prepared,
+            device=device,
+            observer=output,
+            files=files,
+            began=job.began,
         )
         _stop_on_signals(trainer)
         if output is not None:

@@ -17,7 +17,6 @@ from megaasync.distributed.groups import join_group, leave_group
 from megaasync.entry.spawn import spawn_ranks
 from megaasync.train.build import CheckpointFiles, build_trainer
 from tests.support.configs import small_config
-from tests.support.runs import plain_of
 
 DELAY = 3.0
 
@@ -52,7 +51,7 @@ def timed_rank(environment, config, root, delay):
         prepared=PreparedData(None, None, None),
         device=torch.device("cpu"),
         observer=clock,
-        files=CheckpointFiles(root, None, plain_of(config), lambda line: None),
+        files=CheckpointFiles(root, None, lambda line: None),
     )
     save = trainer._checkpoints.save
 

@@ -24,7 +24,7 @@ def claim(run_dir, label="x", data=None, **overrides):
     """The claim of a small run on a folder."""
     plain = plain_config(run__dir=None if run_dir is None else str(run_dir), checkpoint__interval=5, **overrides)
     plain["checkpoint"]["resume"] = overrides.get("checkpoint__resume", "auto")
-    return claim_run_folder(validate(read(Config, plain)), plain, label=label, data=data or {}), plain
+    return claim_run_folder(validate(read(Config, plain)), label=label, data=data or {}), plain
 
 
 def begin(folder, rows=3, data=None, **overrides):
@@ -152,7 +152,7 @@ def test_a_run_without_checkpoints_is_never_begun_again(tmp_path):
     begin(tmp_path / "run")
     plain = plain_config(run__dir=str(tmp_path / "run"), checkpoint__resume="auto")
     with pytest.raises(ConfigError, match="checkpoint.interval=null makes no checkpoint"):
-        claim_run_folder(validate(read(Config, plain)), plain, label="x", data={})
+        claim_run_folder(validate(read(Config, plain)), label="x", data={})
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
@@ -216,6 +216,6 @@ def test_restarts_of_ranks_are_counted_from_the_last_progress(tmp_path, monkeypa
     monkeypatch.setattr(pretrain.time, "sleep", pauses.append)
     config = small_config(run__max_restarts=2, checkpoint__interval=2)
     with pytest.raises(RankFailed):
-        pretrain._run_here(config, {}, None, Fake(), began=0.0)
+        pretrain._run_here(config, None, Fake(), began=0.0)
     assert len(failures) == 5 and pauses == [1.0, 2.0, 1.0, 2.0]
     claimed.close()

@@ -62,7 +62,7 @@ def test_a_terminal_keeps_no_stale_line(monkeypatch):
 
 def test_a_tracker_that_fails_is_told_of_when_it_happens_and_once(tmp_path, capsys):
     """As wandb without a login: days before the end of the run."""
-    output = RunOutput(small_config(), tmp_path, {})
+    output = RunOutput(small_config(), tmp_path)
     output._tracker = SimpleNamespace(problem=None, log=lambda row: None, close=lambda: None)
     output.on_row({**ROW, "step": 1})
     output._tracker.problem = "api_key not configured (no-tty). call wandb.login(key=[your_api_key])"

@@ -55,7 +55,7 @@ def test_a_run_writes_and_tells_of_its_spikes_and_remembers_over_a_resume(tmp_pa
 
     before = [row(step, loss) for step, loss in enumerate(noise(7, 50), start=1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in before))
-    output = RunOutput(small_config(), tmp_path, {})
+    output = RunOutput(small_config(), tmp_path)
     output.on_row(row(51, 3.0))
     output.on_row(row(52, 9.0))
     output.on_row(row(53, 3.0))

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -194,7 +193,7 @@ def outcome(**changes):
 
 def test_operations_per_second_are_of_one_rank(tmp_path):
     config = small_config(parallel__pipeline=2, parallel__data=2)
-    output = RunOutput(config, tmp_path, asdict(config))
+    output = RunOutput(config, tmp_path)
     summary = output._summary(outcome())
     assert summary["tflops_per_rank"] * 4 == pytest.approx(5000.0 * flops_per_token(config.model) / 1e12, rel=1e-12)
     assert summary["mfu"] == pytest.approx(summary["tflops_per_rank"] / 989.0, rel=1e-12)
@@ -212,7 +211,7 @@ def test_fill_and_drain_are_not_exchanged(tmp_path):
         Span(0, Action(Op.F, 0, 3, 0), 6.0, 8.0),
         Span(0, Action(Op.B, 0, 3, 0), 8.0, 11.0),
     ]
-    output = RunOutput(small_config(), tmp_path, {})
+    output = RunOutput(small_config(), tmp_path)
     summary = output._summary(outcome(timeline=Timeline(spans, 1)))
     assert (summary["fill_seconds"], summary["drain_seconds"]) == (2.0, 5.0)
 

@@ -1,7 +1,6 @@
 """A real run on real gloo ranks that returns its rows and weights instead of writing a folder."""
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,6 @@ class RunNumbers:
         return np.array([row[name] for row in self.rows if row["kind"] == "train"])
 
 
-def plain_of(config: Config) -> dict[str, Any]:
-    """The config as it would come from a file."""
-    return json.loads(json.dumps(asdict(config)))
-
-
 def run_rank(
     environment: RankEnvironment,
     config: Config,
@@ -57,7 +51,7 @@ def run_rank(
         prepared=prepared or PreparedData(None, None, None),
         device=device,
         observer=numbers,
-        files=root and CheckpointFiles(root, resume, plain_of(config), numbers.said.append),
+        files=root and CheckpointFiles(root, resume, numbers.said.append),
     )
     numbers.val_loss = trainer.train().val_loss
     for stage in trainer.executor.stages:

@@ -74,16 +74,16 @@ def test_hashes_tell_what_differs(tmp_path):
     assert code_hash(tmp_path) == before
     (tmp_path / "a.py").rename(tmp_path / "b.py")
     assert code_hash(tmp_path) != before
-    plain = {"train": {"steps": 3}, "run": {"dir": "a"}, "cluster": {"name": "slurm"}, "debug": False}
-    assert config_hash(plain) == config_hash({**plain, "run": {"dir": "b"}, "debug": True})
-    assert config_hash(plain) != config_hash({**plain, "train": {"steps": 4}})
+    config = small_config()
+    assert config_hash(config) == config_hash(small_config(run__dir="b", debug=True))
+    assert config_hash(config) != config_hash(small_config(train__steps=4))
 
 
-def flying_rank(environment, config, plain, folder, launched, odd):
+def flying_rank(environment, config, folder, launched, odd):
     device = torch.device("cpu")
     join_group(environment, device=device, timeout=timedelta(seconds=20))
-    mine = {**plain, "train": {"steps": 999}} if environment.rank == odd else plain
-    lines = preflight(environment, config, mine, folder, device, launched=launched)
+    mine = replace(config, train=replace(config.train, steps=999)) if environment.rank == odd else config
+    lines = preflight(environment, mine, folder, device, launched=launched)
     leave_group()
     return lines
 
@@ -91,19 +91,18 @@ def flying_rank(environment, config, plain, folder, launched, odd):
 def test_ranks_agree_and_measure(tmp_path):
     from megaasync.train import preflight as module
 
-    plain = {"train": {"steps": 5}}
     config = small_config(parallel__pipeline=3, checkpoint__interval=5)
-    launched = {"code_hash": code_hash(Path(module.__file__).parents[1]), "config_hash": config_hash(plain)}
-    for lines in spawn_ranks(flying_rank, (config, plain, tmp_path, launched, None), world_size=3):
+    launched = {"code_hash": code_hash(Path(module.__file__).parents[1]), "config_hash": config_hash(config)}
+    for lines in spawn_ranks(flying_rank, (config, tmp_path, launched, None), world_size=3):
         (line,) = lines
         assert line.startswith(f"preflight  {socket.gethostname()}: 3 rank(s), GB/s per rank: neighbour ")
         assert 0.001 < float(line.split("ring ")[1].split(",")[0]) < 1000
     with pytest.raises(RankFailed, match="config hash .*, not the launch's") as caught:
-        spawn_ranks(flying_rank, (config, plain, tmp_path, launched, 1), world_size=3)
+        spawn_ranks(flying_rank, (config, tmp_path, launched, 1), world_size=3)
     assert caught.value.is_user_error
     too_much = {**launched, "total_parameters": 10**15}
     with pytest.raises(RankFailed, match="free in the run folder, checkpoints need"):
-        spawn_ranks(flying_rank, (config, plain, tmp_path, too_much, None), world_size=3)
+        spawn_ranks(flying_rank, (config, tmp_path, too_much, None), world_size=3)
 
 
 def test_a_wrong_clock_at_the_first_node_blames_the_first_node():
@@ -139,20 +138,20 @@ def test_a_slow_node_is_told_from_its_neighbours():
 
 
 def test_a_changed_code_stops_a_new_run_and_is_told_of_in_one_that_goes_on(tmp_path):
-    config, plain = small_config(parallel__pipeline=2, checkpoint__interval=5), {"train": {"steps": 5}}
-    launched = {"code_hash": "old", "config_hash": config_hash(plain)}
+    config = small_config(parallel__pipeline=2, checkpoint__interval=5)
+    launched = {"code_hash": "old", "config_hash": config_hash(config)}
     with pytest.raises(RankFailed, match="code hash .*, not the launch's old"):
-        spawn_ranks(flying_rank, (config, plain, tmp_path, launched, None), world_size=2)
+        spawn_ranks(flying_rank, (config, tmp_path, launched, None), world_size=2)
     (tmp_path / "checkpoints" / "step_00000005").mkdir(parents=True)
     with pytest.raises(RankFailed, match="code hash"):  # a save that did not finish is nothing to go on from
-        spawn_ranks(flying_rank, (config, plain, tmp_path, launched, None), world_size=2)
+        spawn_ranks(flying_rank, (config, tmp_path, launched, None), world_size=2)
     whole = tmp_path / "whole"
     whole.mkdir()
     (whole / folders.META).write_text('{"step": 5}')
     folders.finish(
         whole, tmp_path / "checkpoints" / "step_00000005", {folders.META: folders.checksum(whole / folders.META)}
     )
-    lines = spawn_ranks(flying_rank, (config, plain, tmp_path, launched, None), world_size=2)[0]
+    lines = spawn_ranks(flying_rank, (config, tmp_path, launched, None), world_size=2)[0]
     assert lines[-1] == "preflight  the code changed since the launch"
 
 

@@ -50,7 +50,7 @@ class TrainingConfig:
     on_nonfinite: Literal["stop", "skip"]
     max_skipped: int = ranged(at_least=0)
     time_limit: float | None = ranged(above=0, remedy="these are seconds; set null for no limit")
-    recompute: Literal["none", "selective", "full"]
-    loss_chunk_tokens: int | None = ranged(at_least=1)
-    document_mask: bool
-    fp8: Literal["none", "current", "block", "mxfp8"]
+    recompute: Literal["none", "selective", "full"] = "none"
+    loss_chunk_tokens: int | None = ranged(at_least=1, default=1024)
+    document_mask: bool = False
+    fp8: Literal["none", "current", "block", "mxfp8"] = "none"
