@@ -1,128 +1,30 @@
-"""Small configs as plain dicts, as Hydra would give them."""
+"""Small configs for tests: those of hydra_configs, made smaller."""
 
 import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from megaasync.config import Config, read, validate
 from megaasync.config.schema import MoeConfig
+from megaasync.entry.help import config_folder
 
-_OPTIMIZERS = {
-    "sgd": {"name": "sgd", "lr": 0.5, "weight_decay": 0.1, "momentum": 0.0},
-    "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8},
-    "muon": {
-        "name": "muon",
-        "lr": 0.02,
-        "weight_decay": 0.1,
-        "momentum": 0.95,
-        "newton_schulz_steps": 5,
-        "newton_schulz_precision": "auto",
-        "betas": [0.9, 0.95],
-        "eps": 1e-8,
-    },
-    "nadam": {
-        "name": "nadam",
-        "lr": 0.01,
-        "weight_decay": 0.1,
-        "betas": [0.99, 0.999],
-        "eps": 1e-8,
-        "momentum_decay": 0.004,
-    },
-    "lion": {"name": "lion", "lr": 0.003, "weight_decay": 0.3, "betas": [0.9, 0.99]},
-    "adan": {"name": "adan", "lr": 0.01, "weight_decay": 0.02, "betas": [0.98, 0.92, 0.99], "eps": 1e-8},
-    "normuon": {
-        "name": "normuon",
-        "lr": 0.02,
-        "weight_decay": 0.1,
-        "momentum": 0.95,
-        "newton_schulz_steps": 5,
-        "newton_schulz_precision": "auto",
-        "beta2": 0.95,
-        "betas": [0.9, 0.95],
-        "eps": 1e-8,
-    },
-    "mars": {
-        "name": "mars",
-        "lr": 0.01,
-        "weight_decay": 0.1,
-        "betas": [0.95, 0.99],
-        "gamma": 0.025,
-        "adamw_betas": [0.9, 0.95],
-        "eps": 1e-8,
-    },
-    "torch": {
-        "name": "torch",
-        "target": "torch.optim.RMSprop",
-        "arguments": {},
-        "elementwise": True,
-        "lr": 0.01,
-        "weight_decay": 0.1,
-        "betas": [0.9, 0.95],
-        "eps": 1e-8,
-    },
-    "soap": {
-        "name": "soap",
-        "lr": 0.01,
-        "weight_decay": 0.1,
-        "betas": [0.95, 0.95],
-        "refresh_interval": 7,
-        "first_basis": 4,
-        "largest_side": 1000,
-        "adamw_betas": [0.9, 0.95],
-        "eps": 1e-8,
-    },
-}
-
-_BASE: dict[str, Any] = {
+# What differs from hydra_configs, so that two ranks take steps in milliseconds and clipping, decay and warmup all act.
+_SMALLER: dict[str, Any] = {
     "model": {
         "name": "test",
         "num_layers": 4,
         "hidden_size": 16,
-        "num_heads": 4,
-        "num_kv_heads": 2,
         "ffn_hidden_size": 24,
         "vocab_size": 64,
         "seq_length": 8,
-        "tie_embeddings": False,
-        "rope_theta": 10000.0,
-        "norm_eps": 1e-5,
         "init_std": 0.1,
-        "qk_norm": False,
-        "moe": {
-            "num_experts": 4,
-            "top_k": 2,
-            "ffn_hidden_size": 12,
-            "num_shared_experts": 1,
-            "first_dense_layers": 1,
-            "score_function": "softmax",
-            "normalize_top_k": True,
-            "capacity_factor": None,
-            "bias_update_rate": 0.0,
-            "sequence_balance_loss": 0.0,
-            "global_balance_loss": 0.0,
-            "z_loss": 0.0,
-        },
+        "moe": {"ffn_hidden_size": 12, "num_shared_experts": 1, "first_dense_layers": 1},
     },
-    "optimizer": _OPTIMIZERS["muon"],
-    "schedule": {
-        "name": "2bw",
-        "sync_start_steps": 0,
-        "sync_cooldown_steps": 0,
-        "extra_in_flight": 0,
-        "overlap_step": True,
-        "delay": None,
-    },
-    "correction": {"name": "none"},
-    "parallel": {
-        "tensor": 1,
-        "expert": 1,
-        "pipeline": 1,
-        "data": 1,
-        "sequence_parallel": False,
-        "virtual_stages": None,
-        "layers_per_stage": None,
-        "timeout_seconds": 60.0,
-    },
+    "parallel": {"timeout_seconds": 60.0},
     "train": {
         "steps": 20,
         "global_batch_size": 8,
@@ -130,44 +32,29 @@ _BASE: dict[str, Any] = {
         "seed": 3,
         "dtype": "float64",
         "clip_grad_norm": 0.5,
-        "eval_interval": None,
         "eval_sequences": 10,
-        "lr_schedule": "cosine",
-        "lr_schedule_steps": None,
         "warmup_steps": 4,
-        "final_lr_ratio": 0.1,
         "decay_steps": 5,
-        "on_nonfinite": "stop",
         "max_skipped": 3,
-        "time_limit": None,
-        "recompute": "none",
         "loss_chunk_tokens": 7,
-        "document_mask": False,
-        "fp8": "none",
     },
-    "data": {"name": "synthetic", "num_tokens": 6000, "branching": 3},
-    "checkpoint": {"interval": None, "keep": 2, "resume": "never", "async_save": True, "override": False},
-    "logging": {
-        "interval": 10,
-        "trace": False,
-        "spike_threshold": 8.0,
-        "wandb": {"mode": "disabled", "project": "p", "run_name": None},
-    },
-    "cluster": {
-        "name": "local",
-        "nodes": 1,
-        "gpus_per_node": None,
-        "gpu_memory_gib": None,
-        "gpu_tflops": None,
-        "network_gbytes": None,
-    },
-    "run": {"dir": None, "max_restarts": 0},
+    "data": {"num_tokens": 6000, "branching": 3},
+    "checkpoint": {"interval": None, "resume": "never"},
     "kernels": "torch",
     "device": "cpu",
-    "debug": False,
-    "dry_run": False,
 }
-
+_RATES: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.5, "weight_decay": 0.1},
+    "adamw": {"lr": 0.01},
+    "muon": {"lr": 0.02},
+    "nadam": {"lr": 0.01},
+    "lion": {"lr": 0.003, "weight_decay": 0.3},
+    "adan": {"lr": 0.01},
+    "normuon": {"lr": 0.02},
+    "mars": {"lr": 0.01},
+    "torch": {"lr": 0.01},
+    "soap": {"lr": 0.01, "refresh_interval": 7, "first_basis": 4, "largest_side": 1000},
+}
 
 # All that keeps experts evenly loaded, strong enough to be seen in the weights.
 BALANCED: dict[str, Any] = {
@@ -178,10 +65,28 @@ BALANCED: dict[str, Any] = {
 }
 
 
+def _put(config: dict[str, Any], values: dict[str, Any]) -> None:
+    """Set keys that are there; one that no YAML file has is a mistake of the test's."""
+    for key, value in values.items():
+        assert key in config, f"{key}: not in hydra_configs"
+        if isinstance(value, dict) and isinstance(config[key], dict):
+            _put(config[key], value)
+        else:
+            config[key] = value
+
+
+@cache
+def _composed(optimizer: str) -> dict[str, Any]:
+    groups = ["model=tiny_moe", f"optimizer={optimizer}", "schedule=2bw", "data=synthetic"]
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = OmegaConf.to_container(compose("pretrain", groups), resolve=True)
+    _put(config, _SMALLER | {"optimizer": _RATES[optimizer]})
+    return config
+
+
 def plain_config(optimizer: str = "muon", **overrides: Any) -> dict[str, Any]:
     """A small run as a plain dict; overrides are dotted keys with `__` for the dot."""
-    config = copy.deepcopy(_BASE)
-    config["optimizer"] = copy.deepcopy(_OPTIMIZERS[optimizer])
+    config = copy.deepcopy(_composed(optimizer))
     for key, value in overrides.items():
         *path, last = key.split("__")
         place = config
