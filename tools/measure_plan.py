@@ -29,11 +29,12 @@ from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, fail, run_app
 from megaasync.nn.moe import MoE
 from megaasync.nn.recompute import Recompute
 from megaasync.nn.token_dispatcher import TokenDispatcher
-from megaasync.pipeline.stage import PipelineStage
+from megaasync.pipeline.stage_compute import StageCompute
 from megaasync.pretrain import resolve_data
-from megaasync.train.build import build_stage, make_groups
+from megaasync.train.groups import make_groups
 from megaasync.train.plan import make_plan
 from megaasync.train.sizes import DTYPES, needs_of
+from megaasync.train.stages import build_stage
 
 _CPU = torch.device("cpu")
 
@@ -48,7 +49,7 @@ class _Balanced(TokenDispatcher):
         return sizes, sizes
 
 
-def _balance(stage: PipelineStage, num_rows: int) -> None:
+def _balance(stage: StageCompute, num_rows: int) -> None:
     for module in stage.versions.modules:
         for layer in module.modules():
             if isinstance(layer, MoE):
@@ -100,7 +101,7 @@ def _watch_recomputation(module: torch.nn.Module, saved: _Saved) -> None:
                 found.__class__, found.saved = _Watched, saved
 
 
-def _activations(stage: PipelineStage, config: Config) -> int:
+def _activations(stage: StageCompute, config: Config) -> int:
     """Bytes of one microbatch."""
     train, model, parallel = config.train, config.model, config.parallel
     parts = parallel.tensor if parallel.sequence_parallel else 1
@@ -109,7 +110,7 @@ def _activations(stage: PipelineStage, config: Config) -> int:
     documents = tokens.clone() if train.document_mask else None
     microbatch = Microbatch(tokens, tokens.clone(), torch.ones(shape, dtype=torch.bool), documents)
     x = None
-    if not stage.is_first:
+    if not stage.place.is_first:
         x = torch.zeros((shape[0], shape[1] // parts, model.hidden_size), dtype=DTYPES[train.dtype]).requires_grad_()
     module = stage.versions.module(0)
     known = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
@@ -132,7 +133,7 @@ def measure_rank(config: Config, rank: int) -> dict[str, int]:
         tokens = config.train.micro_batch_size * config.model.seq_length // config.parallel.tensor
         with FakeTensorMode(allow_non_fake_inputs=True):
             for index in schedule.stages_of(mesh.coordinate("pipeline")):
-                stage = build_stage(config, schedule, needs, index=index, mesh=mesh, groups=groups, device=_CPU)
+                stage, update = build_stage(config, schedule, needs, index=index, mesh=mesh, groups=groups, device=_CPU)
                 if config.model.moe:
                     _balance(stage, tokens * config.model.moe.top_k)
                 versions = range(stage.versions.num_slots)
@@ -140,8 +141,8 @@ def measure_rank(config: Config, rank: int) -> dict[str, int]:
                 found["gradients"] += sum(
                     stage.gradients.sum_of(i).nbytes for i in range(needs.gradient_buffers[index])
                 )
-                found["master"] += stage.master.nbytes
-                found["optimizer_state"] += stage.optimizer.state_bytes
+                found["master"] += update.master.nbytes
+                found["optimizer_state"] += update.optimizer.state_bytes
                 found["activations"] += _activations(stage, config) * needs.activations[index]
         return found
     finally:

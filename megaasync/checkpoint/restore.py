@@ -1,4 +1,4 @@
-"""From a checkpoint to a run that goes on: which settings must agree, what is loaded, and what is settled first.
+"""From a checkpoint to a run that goes on: which settings must agree, what is loaded, and what is flushed first.
 
 On the schedule that made it, the delay, the pending gradients and the published weights go on exactly. Under another
 delay the pending gradients are applied first, and the new schedule begins as a phase of its own.
@@ -16,7 +16,8 @@ from megaasync.checkpoint.settings import FORMAT
 from megaasync.checkpoint.stage_state import Entries, StageState, merged
 from megaasync.checkpoint.transfer import load
 from megaasync.config.schema import ConfigError
-from megaasync.pipeline.updates import PendingStep, StepResult, Updates
+from megaasync.pipeline.step_runner import PendingStep, StepRunner
+from megaasync.pipeline.step_stats import StepResult
 from megaasync.schedules import Phase, PipelineSchedule
 
 
@@ -46,7 +47,12 @@ def pending_from(meta: Mapping[str, Any]) -> dict[int, PendingStep]:
     return {
         one["step"]: PendingStep(
             StepResult(
-                one["step"], float(one["loss"]), float(one["grad_norm"]), one["tokens"], finished=0.0, stop=False
+                one["step"],
+                float(one["loss"]),
+                float(one["grad_norm"]),
+                one["tokens"],
+                backward_done_at=0.0,
+                stop=False,
             ),
             own.get(one["step"], {}),
         )
@@ -55,29 +61,32 @@ def pending_from(meta: Mapping[str, Any]) -> dict[int, PendingStep]:
 
 
 def describe(
-    step: int, *, tokens: int, train_loss: float | None, phase: Phase, states: Sequence[StageState], updates: Updates
+    step: int, *, tokens: int, train_loss: float | None, phase: Phase, states: Sequence[StageState], runner: StepRunner
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what a checkpoint says of the pipeline, what this rank alone knows)."""
-    pending = updates.pending_steps()
+    pending = runner.pending_steps()
     schedule = phase.schedule
     behind = [max(0, step - max(schedule.version(stage=stage, step=step), 0)) for stage in range(schedule.num_stages)]
-    settled = all(state.stage.num_updates == step for state in states)
+    is_flushed = all(state.stage.num_updates == step for state in states)
     meta = {
         "format": FORMAT,
         "step": step,
         "tokens": tokens,
         "train_loss": train_loss,
         "schedule": schedule.name,
-        "since": schedule.since,
-        "skipped": list(updates.skipped),
-        "pending_of_stage": [0] * schedule.num_stages if settled else behind,
+        "since": schedule.start_step,
+        "skipped": list(runner.skipped),
+        "pending_of_stage": [0] * schedule.num_stages if is_flushed else behind,
         "pending": [
             {"step": s, "loss": k.result.loss, "grad_norm": k.result.grad_norm, "tokens": k.result.tokens}
             for s, k in pending.items()
         ],
     }
     own = {str(s): {str(i): list(v) for i, v in k.own.items()} for s, k in pending.items() if k.own}
-    return meta, {"own": own, "num_skipped": {str(one.stage.index): one.stage.optimizer.num_skipped for one in states}}
+    return meta, {
+        "own": own,
+        "num_skipped": {str(one.stage.place.index): one.stage.optimizer.num_skipped for one in states},
+    }
 
 
 def entries_at(states: Sequence[StageState], step: int, *, schedule: PipelineSchedule, compensates: bool) -> Entries:
@@ -89,7 +98,7 @@ def entries_at(states: Sequence[StageState], step: int, *, schedule: PipelineSch
         for pending in range(done, step):
             parts.append(state.gradient_entries(step=pending, number=step - pending))
             if compensates:  # of the weights that it was taken at
-                taken_at = schedule.version(stage=state.stage.index, step=pending)
+                taken_at = schedule.version(stage=state.stage.place.index, step=pending)
                 parts.append(state.version_entries(version=taken_at, number=pending - step))
     return merged(parts)
 
@@ -108,7 +117,7 @@ def restore(
     meta: Mapping[str, Any],
     *,
     states: Sequence[StageState],
-    updates: Updates,
+    runner: StepRunner,
     phases: tuple[Phase, ...],
     compensates: bool,
     group: dist.ProcessGroup | None,
@@ -119,7 +128,7 @@ def restore(
         path: the folder, complete.
         meta: what it says about itself.
         states: of this rank's stages.
-        updates: of this rank.
+        runner: of this rank.
         phases: of the config.
         compensates: gradients are compensated for their delay.
         group: all ranks, over gloo; None for a single rank.
@@ -128,7 +137,7 @@ def restore(
         ConfigError: the checkpoint does not fit.
     """
     step, behind, pending = meta["step"], meta["pending_of_stage"], pending_from(meta)
-    phases = tuple(_since(one, meta) for one in phases)
+    phases = tuple(_with_start(one, meta) for one in phases)
     phase = next((one for one in phases if one.first_step <= step < one.end_step), phases[-1])
     wanted = [max(0, step - phase.schedule.version(stage=s, step=step)) for s in range(phase.schedule.num_stages)]
     is_uniform = len(set(behind)) == 1
@@ -143,19 +152,19 @@ def restore(
             f"correction=taylor: the checkpoint {path} has {behind[0]} pending gradient(s) of another schedule; resume "
             "with that schedule or with correction=none"
         )
-    updates.skipped.extend(meta["skipped"])
+    runner.skipped.extend(meta["skipped"])
     loader = _Loader(path, group)
     # stage by stage: a tied embedding is in two stages under one name, and both copies are to be written
     for state in states:
         loader(state.optimizer_entries())
     for state in states:
         # equal for all stages, or stage by stage as they were
-        stage, late = state.stage, behind[0] if is_uniform else behind[state.stage.index]
+        stage, late = state.stage, behind[0] if is_uniform else behind[state.stage.place.index]
         stage.optimizer.num_updates = step - late
         stage.optimizer.num_skipped = sum(one < step - late for one in meta["skipped"])
         counts = {key: count for part in meta["ranks"] for key, count in part["num_skipped"].items()}
         if len(counts) == phase.schedule.num_stages:  # under pipedream each stage may have skipped others
-            stage.optimizer.num_skipped = counts[str(stage.index)]
+            stage.optimizer.num_skipped = counts[str(stage.place.index)]
         if stage.balance is not None:
             for s in range(step - late, step):
                 stage.balance.expect(s)
@@ -165,41 +174,41 @@ def restore(
             loader(entries_at([state], step, schedule=phase.schedule, compensates=compensates))
         for state in states:
             stage, done = state.stage, state.stage.num_updates
-            older = (phase.schedule.version(stage=stage.index, step=s) for s in range(done, step) if compensates)
+            older = (phase.schedule.version(stage=stage.place.index, step=s) for s in range(done, step) if compensates)
             for version in sorted({done, *older}):
                 stage.gather_version(version)
         for s, known in pending.items():
             if any(state.stage.num_updates <= s for state in states):
-                updates.bring_back(s, known)
+                runner.restore_pending(s, known)
         return Position(step, meta["tokens"], meta["train_loss"], phases)
     for s in range(step - behind[0], step):
         for state in states:
             loader(state.gradient_entries(step=s, number=step - s))
         for state in states:
             if pending[s].result.is_finite:
-                state.stage.step(s, scale=updates.scale_of(pending[s]), ahead=0)
+                state.stage.step(s, scale=runner.scale_of(pending[s]), lookahead_steps=0)
             else:
                 state.stage.skip(s)
     for state in states:
-        state.stage.publish_master(step)
+        state.stage.load_master_into_slot(step)
     return Position(step, meta["tokens"], meta["train_loss"], _begun_at(phases, step))
 
 
 def _begun_at(phases: tuple[Phase, ...], step: int) -> tuple[Phase, ...]:
-    """The phases from `step` on, whose first one begins there with settled weights."""
+    """The phases from `step` on, whose first one begins there with no gradient pending."""
     rest = []
     for phase in phases:
         if phase.first_step < step < phase.end_step:
-            rest.append(replace(phase, schedule=replace(phase.schedule, since=step), first_step=step))
+            rest.append(replace(phase, schedule=replace(phase.schedule, start_step=step), first_step=step))
         elif phase.end_step > step:
             rest.append(phase)
     last = phases[-1]
-    return tuple(rest) or (replace(last, schedule=replace(last.schedule, since=step), first_step=step),)
+    return tuple(rest) or (replace(last, schedule=replace(last.schedule, start_step=step), first_step=step),)
 
 
-def _since(phase: Phase, meta: Mapping[str, Any]) -> Phase:
+def _with_start(phase: Phase, meta: Mapping[str, Any]) -> Phase:
     """The phase as it was when the checkpoint was made: an earlier resume may have begun it later than the config."""
-    schedule, since = phase.schedule, meta["since"]
-    if schedule.name == meta["schedule"] and phase.first_step < since <= meta["step"] < phase.end_step:
-        return replace(phase, schedule=replace(schedule, since=since), first_step=since)
+    schedule, start = phase.schedule, meta["since"]
+    if schedule.name == meta["schedule"] and phase.first_step < start <= meta["step"] < phase.end_step:
+        return replace(phase, schedule=replace(schedule, start_step=start), first_step=start)
     return phase

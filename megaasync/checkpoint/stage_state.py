@@ -14,7 +14,7 @@ from torch import Tensor
 from megaasync.checkpoint.pieces import Pieces
 from megaasync.distributed.sharding import Shape
 from megaasync.optim.flat_layout import Run
-from megaasync.pipeline.stage import PipelineStage
+from megaasync.pipeline.stage_update import StageUpdate
 
 Entries = dict[str, Pieces]
 
@@ -28,7 +28,7 @@ class StageState:
 
     def __init__(
         self,
-        stage: PipelineStage,
+        stage: StageUpdate,
         *,
         shapes: Mapping[str, Shape],
         parts: Mapping[str, Sequence[range]],

@@ -95,7 +95,7 @@ class ExpertBalance:
         torch.where(total_L1 > 0, fractions_LE, self.fractions_LE, out=self.fractions_LE)
         self.publish(version)
 
-    def leave_out(self, step: int, *, version: int) -> None:
+    def skip(self, step: int, *, version: int) -> None:
         """Forget the counts of a batch whose gradient is skipped."""
         self._by_step.pop(step)
         self.publish(version)

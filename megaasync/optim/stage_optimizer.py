@@ -81,9 +81,9 @@ class StageOptimizer:
         *,
         scale: Tensor | float,
         publish: Tensor,
-        ahead: int,
-        now: Tensor | None = None,
-        then: Tensor | None = None,
+        lookahead_steps: int,
+        current_weights: Tensor | None = None,
+        stale_weights: Tensor | None = None,
     ) -> None:
         """Absorb one gradient and write this rank's shares of the next version of the compute weights.
 
@@ -91,23 +91,23 @@ class StageOptimizer:
             gradient: [layout.size] sum over the batch, valid in this rank's shares; scaled in place there.
             scale: makes it the clipped mean.
             publish: [layout.size] in the compute dtype; receives x in this rank's shares.
-            ahead: updates that x looks ahead of z: 0 without a correction, the delay under error feedback.
-            now, then: [layout.size] newest weights, and those that the gradient was taken at, which may lie where
-                `publish` does; for the compensation, if there is one.
+            lookahead_steps: updates that x looks ahead of z: 0 without a correction, the delay under error feedback.
+            current_weights, stale_weights: [layout.size] newest weights, and those that the gradient was taken at,
+                which may lie where `publish` does; for the compensation, if there is one.
         """
         lr = self._learning_rate(self.num_updates)
         self.num_updates += 1
         for run, state, memory in zip(self.layout.runs, self.states, self.memories, strict=True):
             grad = run.view(gradient).mul_(scale)
             if self._compensation is not None:
-                self._compensate(grad, memory, now=run.view(now), then=run.view(then))
+                self._compensate(grad, memory, now=run.view(current_weights), then=run.view(stale_weights))
             z, x = run.view_owned(self.master), run.view(publish)
             if run.homes is not None:
-                self._move(run, z, x, self._direction_at_home(run, grad, state), lr=lr, ahead=ahead)
+                self._move(run, z, x, self._direction_at_home(run, grad, state), lr=lr, lookahead_steps=lookahead_steps)
                 continue
             for part in parts_of(grad.shape, self._scratch):
                 direction = self._direction(run, grad[part], state, part, weights=z[part], lr=lr)
-                self._move(run, z[part], x[part], direction, lr=lr, ahead=ahead)
+                self._move(run, z[part], x[part], direction, lr=lr, lookahead_steps=lookahead_steps)
 
     @torch.no_grad()
     def skip(self, *, publish: Tensor) -> None:
@@ -141,10 +141,10 @@ class StageOptimizer:
         return send_back(whole, run.homes, self._tensor)
 
     @staticmethod
-    def _move(run: Run, z: Tensor, x: Tensor, update: Tensor, *, lr: float, ahead: int) -> None:
+    def _move(run: Run, z: Tensor, x: Tensor, update: Tensor, *, lr: float, lookahead_steps: int) -> None:
         """Make a direction the update, subtract it from z, and write x."""
         if run.weight_decay:
             update.add_(z, alpha=run.weight_decay)
         update.mul_(lr)
         z.sub_(update)
-        x.copy_(torch.sub(z, update, alpha=ahead, out=update) if ahead else z)
+        x.copy_(torch.sub(z, update, alpha=lookahead_steps, out=update) if lookahead_steps else z)

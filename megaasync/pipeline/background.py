@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-class Background:
+class BackgroundStream:
     """One thread and, on a GPU, one stream; work is done in the order in which it was given."""
 
     def __init__(self, device: torch.device) -> None:
@@ -31,14 +31,14 @@ class Background:
         self._work.put((function, future, given))
         return future
 
-    def mark(self) -> Any:
-        """From the thread: what `join` makes another stream wait for."""
+    def record_event(self) -> Any:
+        """From the thread: what `wait_event` makes another stream wait for."""
         return None if self._stream is None else self._stream.record_event()
 
-    def join(self, mark: Any) -> None:
-        """Make the caller's stream wait for a mark."""
-        if mark is not None:
-            torch.cuda.current_stream(self._device).wait_event(mark)
+    def wait_event(self, event: Any) -> None:
+        """Make the caller's stream wait for what `record_event` gave."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def close(self) -> None:
         """End the thread after all that was given."""

@@ -3,12 +3,12 @@
 from megaasync.schedules.action import COMPUTE_OPS, Action, Op, parse_action
 from megaasync.schedules.catalog import SCHEDULES, ScheduleKind, build_schedule
 from megaasync.schedules.figures import Holdings, ScheduleReport, holdings, report
-from megaasync.schedules.passes import with_tied_embeddings
 from megaasync.schedules.phases import Phase, make_phases
 from megaasync.schedules.render import color_of, legend_of, render_svg, render_text
 from megaasync.schedules.rules import check, check_table, show_with_arrow
-from megaasync.schedules.schedule import PipelineSchedule, ScheduleError, unroll, unroll_all
+from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
 from megaasync.schedules.simulation import Costs, Span, bubble_of, simulate
+from megaasync.schedules.unroll import Segment, unroll, unroll_all
 
 __all__ = [
     "COMPUTE_OPS",
@@ -22,6 +22,7 @@ __all__ = [
     "ScheduleError",
     "ScheduleKind",
     "ScheduleReport",
+    "Segment",
     "Span",
     "bubble_of",
     "build_schedule",
@@ -39,5 +40,4 @@ __all__ = [
     "simulate",
     "unroll",
     "unroll_all",
-    "with_tied_embeddings",
 ]

@@ -16,9 +16,8 @@ class Op(Enum):
     B = "B"  # backward of one microbatch: input and weight gradients
     I = "I"  # noqa: E741 - the first half of a split backward: the gradient of the input
     W = "W"  # the second half: the gradients of the weights
-    TIE = "T"  # the tied embedding's gradient is handed in; couples the first and the last stage
-    NORM = "N"  # the stage's share of the global gradient norm is handed in; couples all stages
-    RESULT = "R"  # the rank learns loss, norm and whether to stop; stands at its lowest stage
+    REDUCE_GRAD = "N"  # the stage's gradient sum is complete: its reduction and the global norm may begin
+    SYNC = "R"  # the rank learns loss, norm and whether to stop; stands at its lowest stage
     STEP = "S"  # the gradient of `step` is absorbed; weight version step + 1 is written
 
 
@@ -29,9 +28,8 @@ _WORDS = {
     Op.B: "backward",
     Op.I: "input half of the backward",
     Op.W: "weight half of the backward",
-    Op.TIE: "tied gradient",
-    Op.NORM: "gradient norm",
-    Op.RESULT: "wait for the gradient norm",
+    Op.REDUCE_GRAD: "gradient norm",
+    Op.SYNC: "wait for the gradient norm",
     Op.STEP: "optimizer step",
 }
 
@@ -55,7 +53,7 @@ class Action:
         return f"{_WORDS[self.op]} of step {self.step + 1} on stage {self.stage}{tail}"
 
 
-_PATTERN = re.compile(r"(\d+)([FBIWTNRS])(-?\d+)(?:\.(\d+))?")
+_PATTERN = re.compile(r"(\d+)([FBIWNRS])(-?\d+)(?:\.(\d+))?")
 
 
 def parse_action(text: str) -> Action:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megaasync.schedules.asynchronous import interleaved_2bw, pipedream, pipedream_2bw, wpipe
-from megaasync.schedules.passes import with_tied_embeddings
 from megaasync.schedules.rules import check
 from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
 from megaasync.schedules.synchronous import gpipe, interleaved_1f1b, one_f_one_b
@@ -56,7 +55,7 @@ def build_schedule(
     chunks: int | None = None,
     extra_in_flight: int = 0,
     tied: bool = False,
-    since: int = 0,
+    start_step: int = 0,
     delay: tuple[int, ...] | None = None,
 ) -> PipelineSchedule:
     """A schedule by name. Tables are values, so the same request gets the same one.
@@ -68,7 +67,7 @@ def build_schedule(
         chunks: stages per rank; None takes the fewest that the schedule is defined for.
         extra_in_flight: rounds of forwards ahead beyond the minimum.
         tied: the first and the last stage share their embedding.
-        since: step at which the phase begins that this schedule is used in.
+        start_step: step at which the phase begins that this schedule is used in.
         delay: of each stage, in place of the schedule's own; on one rank only.
 
     Raises:
@@ -86,7 +85,13 @@ def build_schedule(
     schedule = kind.build(
         num_ranks=num_ranks, num_microbatches=num_microbatches, chunks=chunks, extra_in_flight=extra_in_flight
     )
-    schedule = replace(with_tied_embeddings(schedule) if tied else schedule, since=since)
+    if tied and schedule.num_stages > 1 and schedule.clip == "stage":
+        raise ScheduleError(
+            f"{schedule.name} cannot tie the embeddings: their gradients come from the first and the last stage, whose "
+            "updates are steps apart, and waiting for both would stop the pipeline",
+            remedy="model.tie_embeddings=false",
+        )
+    schedule = replace(schedule, start_step=start_step, is_tied=tied and schedule.num_stages > 1)
     return schedule if delay is None else _with_delay(schedule, delay)
 
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 
 from megaasync.schedules.action import COMPUTE_OPS, Action, Op
-from megaasync.schedules.schedule import PipelineSchedule, unroll_all
+from megaasync.schedules.schedule import PipelineSchedule
 from megaasync.schedules.simulation import Costs, simulate
+from megaasync.schedules.unroll import unroll_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Holdings:
 
 def holdings(schedule: PipelineSchedule) -> Holdings:
     """Read off the table what must be held, without a simulation."""
-    schedule = replace(schedule, since=0)
+    schedule = replace(schedule, start_step=0)
     table = unroll_all(schedule, num_steps=4 + 2 * max(schedule.delay))
     stages = range(schedule.num_stages)
     actions_of = [table[schedule.rank_of_stage[stage]] for stage in stages]
@@ -90,7 +91,7 @@ def report(schedule: PipelineSchedule, *, costs: Costs | None = None, overlap: b
 
     The bubble is that of a long run: the time per step between two late steps, against the compute in it.
     """
-    costs, schedule = costs or Costs(), replace(schedule, since=0)
+    costs, schedule = costs or Costs(), replace(schedule, start_step=0)
     steps = 8 + 4 * max(schedule.delay)
     period = _period(schedule, costs, overlap=overlap, num_steps=steps)
     free = Costs(costs.forward, costs.backward, costs.weight, hop=costs.hop, scale=costs.scale)
@@ -112,10 +113,10 @@ def report(schedule: PipelineSchedule, *, costs: Costs | None = None, overlap: b
 
 
 def _slacks(schedule: PipelineSchedule, costs: Costs, *, num_steps: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Per stage, time to STEP from the stage's own NORM, and from the last of those it waits for."""
+    """Per stage, time to STEP from the stage's own REDUCE_GRAD, and from the last of those it waits for."""
     spans = simulate(schedule, num_steps=num_steps, costs=costs)
     middle = num_steps // 2
-    norm_at = {s.action.stage: s.end for s in spans if s.action.op is Op.NORM and s.action.step == middle}
+    norm_at = {s.action.stage: s.end for s in spans if s.action.op is Op.REDUCE_GRAD and s.action.step == middle}
     step_at = {s.action.stage: s.start for s in spans if s.action.op is Op.STEP and s.action.step == middle}
     before, after = [], []
     for stage in range(schedule.num_stages):

@@ -44,11 +44,11 @@ def merge_unending(
 
 
 def with_hand_in(order: Iterable[Action], stages: Iterable[int]) -> tuple[Action, ...]:
-    """The order with each stage's NORM of step 0 right after its last gradient."""
+    """The order with each stage's REDUCE_GRAD of step 0 right after its last gradient."""
     order = list(order)
     for stage in stages:
         last = max(i for i, action in enumerate(order) if action.stage == stage and action.op in (Op.B, Op.I, Op.W))
-        order.insert(last + 1, Action(Op.NORM, stage, 0))
+        order.insert(last + 1, Action(Op.REDUCE_GRAD, stage, 0))
     return tuple(order)
 
 

@@ -11,22 +11,22 @@ class Phase:
     """A run of steps under one schedule.
 
     Attributes:
-        schedule: its tables; `schedule.since` is `first_step`.
+        schedule: its tables; `schedule.start_step` is `first_step`.
         first_step, end_step: 0-based, the end not included.
-        settles: another phase follows, so that the gradients that the delay leaves pending are applied at the end.
+        flush_at_end: another phase follows, so the gradients that the delay leaves pending are applied at the end.
     """
 
     schedule: PipelineSchedule
     first_step: int
     end_step: int
-    settles: bool
+    flush_at_end: bool
 
-    def steps_ahead(self, *, stage: int, step: int) -> int:
+    def lookahead_steps(self, *, stage: int, step: int) -> int:
         """By how many updates a correction should look ahead when STEP(`step`) publishes `stage`'s weights.
 
         The delay; but none for the version that the next phase starts from.
         """
-        is_handed_on = self.settles and step == self.end_step - 1
+        is_handed_on = self.flush_at_end and step == self.end_step - 1
         return 0 if is_handed_on else self.schedule.delay[stage]
 
 
@@ -73,9 +73,9 @@ def make_phases(
             chunks=chunks,
             extra_in_flight=extra_in_flight,
             tied=tied,
-            since=first,
+            start_step=first,
             delay=delay if one == name else None,
         )
-        phases.append(Phase(schedule, first, first + length, settles=first + length < num_steps))
+        phases.append(Phase(schedule, first, first + length, flush_at_end=first + length < num_steps))
         first += length
     return tuple(phases)

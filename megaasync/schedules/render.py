@@ -45,7 +45,7 @@ _LEGEND_LETTERS = 190  # that fit into the width
 def color_of(action: Action, *, num_ranks: int) -> str:
     """#rrggbb: the hue is the step, the lightness the operation; later chunks are paler, all but compute is grey."""
     if action.op not in COMPUTE_OPS:
-        return {Op.STEP: "#333333", Op.NORM: "#888888"}.get(action.op, "#bbbbbb")
+        return {Op.STEP: "#333333", Op.REDUCE_GRAD: "#888888"}.get(action.op, "#bbbbbb")
     hue = _HUES[action.step % len(_HUES)] / 360
     saturation = (70 - 38 * min(chunk_of(action, num_ranks), 1)) / 100
     red, green, blue = colorsys.hls_to_rgb(hue, _LIGHTNESS[action.op] / 100, saturation)

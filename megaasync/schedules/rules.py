@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from megaasync.schedules.action import COMPUTE_OPS, Action, Op
-from megaasync.schedules.schedule import PipelineSchedule, ScheduleError, unroll_all
+from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
+from megaasync.schedules.unroll import unroll_all
 
 Table = list[list[Action]]
 
@@ -30,7 +31,7 @@ def _positions(table: Table) -> Iterator[tuple[int, int, Action]]:
 
 
 def check_complete(schedule: PipelineSchedule, table: Table, steps: range) -> None:
-    """Every (stage, step, microbatch) has one F and one B, or I and W; every (stage, step) one NORM and one STEP."""
+    """Each (stage, step, microbatch) has one F and one B, or I and W; each (stage, step) one REDUCE_GRAD and STEP."""
     seen: dict[Action, int] = {}
     for rank, index, action in _positions(table):
         if action in seen:
@@ -40,7 +41,7 @@ def check_complete(schedule: PipelineSchedule, table: Table, steps: range) -> No
     for stage in range(schedule.num_stages):
         for step in steps:
             wanted = [Action(op, stage, step, mb) for op in ops for mb in range(schedule.num_microbatches)]
-            for action in [*wanted, Action(Op.NORM, stage, step), Action(Op.STEP, stage, step)]:
+            for action in [*wanted, Action(Op.REDUCE_GRAD, stage, step), Action(Op.STEP, stage, step)]:
                 if action not in seen:
                     raise ScheduleError(f"complete: {action} is missing")
 
@@ -53,11 +54,10 @@ def check_placed(schedule: PipelineSchedule, table: Table, steps: range) -> None
 
 
 def check_ordered(schedule: PipelineSchedule, table: Table, steps: range) -> None:
-    """F before B or I before W of a microbatch; all gradients of a step before TIE before NORM; NORM before STEP."""
+    """F before B or I before W of a microbatch; all gradients of a step before REDUCE_GRAD; that before STEP."""
     gradients = (Op.I, Op.W) if schedule.splits_backward else (Op.B,)
     for rank, actions in enumerate(table):
         seen: set[Action] = set()
-        present = set(actions)
         for index, action in enumerate(actions):
             stage, step = action.stage, action.step
             needs = []
@@ -65,12 +65,10 @@ def check_ordered(schedule: PipelineSchedule, table: Table, steps: range) -> Non
                 needs = [Action(Op.F, stage, step, action.microbatch)]
             elif action.op is Op.W:
                 needs = [Action(Op.I, stage, step, action.microbatch)]
-            elif action.op in (Op.TIE, Op.NORM):
+            elif action.op is Op.REDUCE_GRAD:
                 needs = [Action(op, stage, step, mb) for op in gradients for mb in range(schedule.num_microbatches)]
-                if action.op is Op.NORM and (tie := Action(Op.TIE, stage, step)) in present:
-                    needs.append(tie)
             elif action.op is Op.STEP:
-                needs = [Action(Op.NORM, stage, step)]
+                needs = [Action(Op.REDUCE_GRAD, stage, step)]
             for need in needs:
                 if step in steps and need not in seen:
                     _fail(table, rank, index, "ordered", f"{action} needs {need}, which is not done before it")
@@ -157,7 +155,7 @@ def check_fifo(schedule: PipelineSchedule, table: Table, steps: range) -> None:
 def waits_for(schedule: PipelineSchedule, action: Action) -> list[Action]:
     """Actions on other stages that must be done before this one can be.
 
-    TIE and NORM are hand-ins and wait for nobody: what they couple is waited for by RESULT and STEP.
+    REDUCE_GRAD waits for nobody: what it couples is waited for by SYNC and STEP.
     """
     last = schedule.num_stages - 1
     step = action.step
@@ -165,8 +163,8 @@ def waits_for(schedule: PipelineSchedule, action: Action) -> list[Action]:
         return [Action(Op.F, action.stage - 1, step, action.microbatch)]
     if action.op in (Op.B, Op.I) and action.stage < last:
         return [Action(action.op, action.stage + 1, step, action.microbatch)]
-    if action.op is Op.RESULT or (action.op is Op.STEP and schedule.clip == "global"):
-        return [Action(Op.NORM, stage, step) for stage in range(schedule.num_stages)]
+    if action.op is Op.SYNC or (action.op is Op.STEP and schedule.clip == "global"):
+        return [Action(Op.REDUCE_GRAD, stage, step) for stage in range(schedule.num_stages)]
     return []
 
 
@@ -203,7 +201,7 @@ RULES: tuple[Callable[[PipelineSchedule, Table, range], None], ...] = (
 
 
 def check_table(schedule: PipelineSchedule, table: Table, *, steps: range) -> None:
-    """Apply every rule to an unrolled table of all ranks that covers `steps` and ends settled.
+    """Apply every rule to an unrolled table of all ranks that covers `steps` and ends flushed.
 
     Raises:
         ScheduleError: names the rule and shows the place.
@@ -218,6 +216,6 @@ def check(schedule: PipelineSchedule, *, num_steps: int = 4) -> None:
     Raises:
         ScheduleError: names the rule and shows the place.
     """
-    first = schedule.since
+    first = schedule.start_step
     table = unroll_all(schedule, num_steps=num_steps, first_step=first)
     check_table(schedule, table, steps=range(first, first + num_steps))

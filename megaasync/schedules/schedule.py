@@ -4,7 +4,6 @@
 after v optimizer steps (PipeDream-2BW, arXiv 2006.09503; METHOD.md section 2).
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,13 +36,15 @@ class PipelineSchedule:
         fill: per rank, the actions before the first step of a segment; steps are relative to that first step.
         steady: per rank, the actions repeated for every step; steps are relative to the repeated step.
         in_flight: per rank, microbatches (of any of its stages) whose activations it may hold at once.
-        clip: whether gradients are clipped by the norm over all stages or each stage by its own. With `global`, NORM
-            makes every stage wait for all.
-        since: step at which the phase begins that this schedule is used in; its weights are settled, and no batch of
-            the phase uses an older version.
+        clip: whether gradients are clipped by the norm over all stages or each stage by its own. With `global`, no
+            stage steps before all have reduced their gradient.
+        start_step: step at which the phase begins that this schedule is used in; no gradient is pending then, and no
+            batch of the phase uses an older version.
+        is_tied: the first and the last of several stages share their embedding, whose gradients are summed before
+            the global norm.
 
     A segment is a run of steps between two moments at which the pipeline is empty. Its drain needs no table of its own:
-    it is `steady` without the actions of steps past the segment's end. STEP and RESULT are in no table either: `unroll`
+    it is `steady` without the actions of steps past the segment's end. STEP and SYNC are in no table either: `unroll`
     puts them at the last legal place, just before the first forward that needs the version, or the permission.
     """
 
@@ -57,11 +58,12 @@ class PipelineSchedule:
     steady: tuple[tuple[Action, ...], ...]
     in_flight: tuple[int, ...]
     clip: Literal["global", "stage"] = "global"
-    since: int = 0
+    start_step: int = 0
+    is_tied: bool = False
 
     def version(self, *, stage: int, step: int) -> int:
         """Weight version that `step` uses on `stage`."""
-        return max(step - self.delay[stage], self.since)
+        return max(step - self.delay[stage], self.start_step)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages held by `rank`, in order."""
@@ -78,11 +80,6 @@ class PipelineSchedule:
         return any(action.op is Op.W for actions in self.steady for action in actions)
 
     @property
-    def is_tied(self) -> bool:
-        """True if the first and the last stage share their embedding."""
-        return any(action.op is Op.TIE for actions in self.steady for action in actions)
-
-    @property
     def num_versions(self) -> tuple[int, ...]:
         """Weight versions held at once by each stage."""
         return tuple(delay + 1 for delay in self.delay)
@@ -90,69 +87,3 @@ class PipelineSchedule:
     def staleness(self, step: int) -> int:
         """Updates made between the weights of batch `step` and its own update, on the most delayed stage."""
         return max(step - self.version(stage=stage, step=step) for stage in range(self.num_stages))
-
-
-def unroll(
-    schedule: PipelineSchedule, *, rank: int, first_step: int, end_step: Callable[[], int], settle: bool = False
-) -> Iterator[Action]:
-    """The actions of one rank over the segment [first_step, end_step()), lazily, with RESULTs and STEPs put in.
-
-    Args:
-        schedule: the tables.
-        rank: whose actions.
-        first_step: absolute step the segment starts with; the pipeline is empty.
-        end_step: absolute step before which the segment ends. Asked again before every action, so that a run may be
-            cut short while it goes on: it may fall to t + 1 + max(delay) when RESULT(t) is given out, as no rank has
-            begun a later step by then.
-        settle: also apply the gradients that the delay would leave pending at the end, unless the segment is cut short.
-
-    Yields:
-        Absolute actions.
-    """
-    done = {stage: schedule.version(stage=stage, step=first_step) for stage in schedule.stages_of(rank)}
-    heeded = first_step
-    lowest, longest_delay = min(done), max(schedule.delay)
-    planned_end = end_step()
-
-    def catch_up(stage: int, version: int) -> Iterator[Action]:
-        while done[stage] < version:
-            yield Action(Op.STEP, stage, done[stage])
-            done[stage] += 1
-
-    def before_forward(stage: int, step: int) -> Iterator[Action]:
-        nonlocal heeded
-        while heeded < step - longest_delay:
-            yield Action(Op.RESULT, lowest, heeded)
-            heeded += 1
-        yield from catch_up(stage, schedule.version(stage=stage, step=min(step, end_step())))
-
-    def absolute(table: tuple[Action, ...], base: int) -> Iterator[Action]:
-        for relative in table:
-            step = base + relative.step
-            if step >= end_step():
-                continue
-            if relative.op is Op.F:
-                yield from before_forward(relative.stage, step)
-                if step >= end_step():  # the RESULT just given out may have ended the run
-                    continue
-            yield Action(relative.op, relative.stage, step, relative.microbatch)
-
-    yield from absolute(schedule.fill[rank], first_step)
-    base = first_step
-    while base < end_step():
-        yield from absolute(schedule.steady[rank], base)
-        base += 1
-    end = end_step()  # not `base`, which is past it if the run was cut short in the step it had begun
-    for stage in done:
-        yield from catch_up(stage, end if settle and end == planned_end else schedule.version(stage=stage, step=end))
-
-
-def unroll_all(
-    schedule: PipelineSchedule, *, num_steps: int, first_step: int = 0, settle: bool = True
-) -> list[list[Action]]:
-    """Every rank's actions over `num_steps` steps, as lists: for the checker, the simulator and pictures."""
-    end = first_step + num_steps
-    return [
-        list(unroll(schedule, rank=rank, first_step=first_step, end_step=lambda: end, settle=settle))
-        for rank in range(schedule.num_ranks)
-    ]

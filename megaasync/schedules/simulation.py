@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from megaasync.schedules.action import COMPUTE_OPS, Action, Op
 from megaasync.schedules.rules import waits_for
-from megaasync.schedules.schedule import PipelineSchedule, ScheduleError, unroll_all
+from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
+from megaasync.schedules.unroll import unroll_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,10 @@ class Costs:
             Op.B: self.backward,
             Op.I: self.backward - self.weight,
             Op.W: self.weight,
-            Op.NORM: self.reduce,
+            Op.REDUCE_GRAD: self.reduce,
             Op.STEP: self.step,
         }.get(op, 0.0)
-        return base * self.scale[stage] if self.scale and op is not Op.NORM else base
+        return base * self.scale[stage] if self.scale and op is not Op.REDUCE_GRAD else base
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,9 @@ def _lanes(
 ) -> Iterator[tuple[int, bool, list[_Task]]]:
     """(rank, beside, tasks) of every line of work. With overlap a rank has two: its table, and its background.
 
-    In the background, TIE and NORM begin when the table has handed them in, and each stage's STEP when all stages'
-    norms are known; the table's own STEP then only waits.
+    In the background, a reduction begins when the table has come to it, and each stage's STEP when all stages' norms
+    are known; the table's own STEP then only waits.
     """
-    hand_ins = (Op.TIE, Op.NORM)
     for rank, actions in enumerate(table):
         main, background = [], []
         waiting: dict[int, list[Action]] = {}
@@ -86,17 +86,16 @@ def _lanes(
             cost = costs.of(action.op, action.stage)
             if not overlap or action.op in COMPUTE_OPS:
                 main.append(_Task(action, ("done", action), cost, tuple(needs)))
-            elif action.op in hand_ins:
+            elif action.op is Op.REDUCE_GRAD:
                 main.append(_Task(action, ("handed", action), 0.0, ()))
                 background.append(_Task(action, ("done", action), cost, ((("handed", action), 0.0), *needs)))
-                if action.op is Op.NORM:
-                    of_step = waiting.setdefault(action.step, [])
-                    of_step.append(action)
-                    if len(of_step) == len(schedule.stages_of(rank)):
-                        for norm in sorted(of_step, key=lambda one: (schedule.delay[one.stage], one.stage)):
-                            step = Action(Op.STEP, norm.stage, norm.step)
-                            step_needs = tuple((("done", need), 0.0) for need in waits_for(schedule, step))
-                            background.append(_Task(step, ("done", step), costs.of(Op.STEP, norm.stage), step_needs))
+                of_step = waiting.setdefault(action.step, [])
+                of_step.append(action)
+                if len(of_step) == len(schedule.stages_of(rank)):
+                    for norm in sorted(of_step, key=lambda one: (schedule.delay[one.stage], one.stage)):
+                        step = Action(Op.STEP, norm.stage, norm.step)
+                        step_needs = tuple((("done", need), 0.0) for need in waits_for(schedule, step))
+                        background.append(_Task(step, ("done", step), costs.of(Op.STEP, norm.stage), step_needs))
             elif action.op is Op.STEP:
                 main.append(_Task(action, ("seen", action), 0.0, ((("done", action), 0.0),)))
             else:
@@ -111,7 +110,7 @@ def simulate(
     *,
     num_steps: int,
     costs: Costs | None = None,
-    settle: bool = True,
+    flush: bool = True,
     overlap: bool = False,
 ) -> list[Span]:
     """Run the table from step 0, with every rank working in order and every receive blocking.
@@ -120,7 +119,7 @@ def simulate(
         schedule: the tables.
         num_steps: steps from an empty to an empty pipeline.
         costs: of actions and hops.
-        settle: apply the gradients that the delay leaves pending.
+        flush: apply the gradients that the delay leaves pending.
         overlap: reduction, norm and optimizer step run in the background, as the engine does where clipping is global.
 
     Returns:
@@ -129,9 +128,9 @@ def simulate(
     Raises:
         ScheduleError: the table deadlocks.
     """
-    costs, schedule = costs or Costs(), replace(schedule, since=0)
+    costs, schedule = costs or Costs(), replace(schedule, start_step=0)
     overlap = overlap and schedule.clip == "global"
-    table = unroll_all(schedule, num_steps=num_steps, settle=settle)
+    table = unroll_all(schedule, num_steps=num_steps, flush=flush)
     ended: dict[tuple[str, Action], float] = {}
     spans: list[Span] = []
     lanes = list(_lanes(schedule, table, costs, overlap=overlap))
@@ -146,7 +145,7 @@ def simulate(
                     break
                 start = max([clock[lane], *(ended[key] + hop for key, hop in task.needs)])
                 clock[lane] = ended[task.key] = start + task.cost
-                if task.key[0] == "done" and task.action.op is not Op.RESULT:  # the others are moments, not work
+                if task.key[0] == "done" and task.action.op is not Op.SYNC:  # the others are moments, not work
                     spans.append(Span(rank, task.action, start, clock[lane], beside))
                 at[lane] += 1
                 remaining -= 1

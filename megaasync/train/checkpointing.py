@@ -18,7 +18,7 @@ from megaasync.config.schema import Config, ConfigError
 from megaasync.data.identity import Identity
 from megaasync.distributed.agreement import gathered
 from megaasync.optim.lr_schedule import LearningRate, LrShape
-from megaasync.pipeline.updates import Updates
+from megaasync.pipeline.step_runner import StepRunner
 from megaasync.schedules import Phase
 
 
@@ -82,7 +82,7 @@ class RunCheckpoints:
         *,
         keeper: CheckpointKeeper | None,
         states: Sequence[StageState],
-        updates: Updates,
+        runner: StepRunner,
         group: dist.ProcessGroup | None,
         data: Identity,
     ) -> None:
@@ -92,13 +92,13 @@ class RunCheckpoints:
             config: of the run.
             keeper: None if the run saves nothing.
             states: of this rank's stages.
-            updates: of this rank.
+            runner: of this rank.
             group: all ranks, over gloo; None for a single rank.
             data: hashes of tokenizer and tokens.
         """
         self._data = data
         self._config, self._keeper = config, keeper
-        self._states, self._updates, self._group = states, updates, group
+        self._states, self._runner, self._group = states, runner, group
         self._compensates = config.correction.name == "taylor"
         self.position: Position | None = None
 
@@ -127,7 +127,7 @@ class RunCheckpoints:
             path,
             meta,
             states=self._states,
-            updates=self._updates,
+            runner=self._runner,
             phases=phases,
             compensates=self._compensates,
             group=self._group,
@@ -170,7 +170,7 @@ class RunCheckpoints:
     def save(self, step: int, phase: Phase, *, tokens: int, train_loss: float | None) -> None:
         """Begin a checkpoint after `step` steps, if it `is_due`; the pipeline is empty."""
         meta, own = describe(
-            step, tokens=tokens, train_loss=train_loss, phase=phase, states=self._states, updates=self._updates
+            step, tokens=tokens, train_loss=train_loss, phase=phase, states=self._states, runner=self._runner
         )
         made = {
             "layout": {name: getattr(self._config.layout, name) for name in ("pipeline", "data", "expert", "tensor")},

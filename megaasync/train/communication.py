@@ -12,7 +12,7 @@ from megaasync.config.schema import Config
 from megaasync.models.transformer import TIED_PARAMETER, is_moe_layer
 from megaasync.optim.expert_balance import NUM_LOSSES
 from megaasync.optim.flat_layout import FlatLayout
-from megaasync.pipeline.updates import num_terms
+from megaasync.pipeline.step_stats import StepStats
 from megaasync.schedules import PipelineSchedule
 from megaasync.train.sizes import REPLICAS
 
@@ -105,7 +105,7 @@ def step_volumes(
                     volumes["weights"] += (bucket.owned.stop - bucket.owned.start) * compute
             volumes["whole matrices"] += _home_elements(layout) * exact
     if mesh.world_size > 1:
-        terms = num_terms(num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
+        terms = StepStats.length(num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
         volumes["norm"] = mesh.world_size * terms * _LONG
     if schedule.clip == "stage" and replicas > 1:
         volumes["norm"] += replicas * schedule.num_stages * 2 * _LONG

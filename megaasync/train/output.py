@@ -152,7 +152,7 @@ class RunOutput:
         rows = thinned_metrics(self._folder / "metrics.jsonl", most=_ROWS_DRAWN)
         write_text(self._folder / "report.html", self._report(summary, rows, outcome.timeline))
         write_json(self._folder / "summary.json", summary)
-        if outcome.is_to_go_on and outcome.status == "interrupted":  # there is progress on disk to go on from
+        if outcome.requeue and outcome.status == "interrupted":  # there is progress on disk to go on from
             (self._folder / REQUEUE).touch()
         self._progress.say(
             f"{outcome.status} after {outcome.steps} steps: validation loss {show(outcome.val_loss)}, "

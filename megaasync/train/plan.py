@@ -144,7 +144,7 @@ def _over_1f1b(config: Config, stages: list[_Stage], needs: StageNeeds, activati
     )
     if schedule.num_stages != len(stages):
         return []
-    synchronous = needs_of((Phase(schedule, 0, 1, settles=False),))
+    synchronous = needs_of((Phase(schedule, 0, 1, flush_at_end=False),))
     return [
         sum(_bytes_of(stage, needs, i, activations).values())
         - sum(_bytes_of(stage, synchronous, i, activations).values())

@@ -1,4 +1,4 @@
-"""The loop: segments of steps between evaluations, then settle, then the final evaluation."""
+"""The loop: segments of steps between evaluations, then the flush, then the final evaluation."""
 
 import math
 import resource
@@ -12,13 +12,13 @@ import torch
 from torch import distributed as dist
 
 from megaasync.config.schema import Config
-from megaasync.data.microbatches import ValidationMicrobatches
 from megaasync.nn.router import LOSSES
-from megaasync.observe.trace import Recorder, Timeline, merge
+from megaasync.observe.trace import Timeline, merge
 from megaasync.optim.lr_schedule import LrShape, lr_multiplier
 from megaasync.pipeline import TrainingError
-from megaasync.pipeline.executor import Evaluation, Executor
-from megaasync.pipeline.updates import StepResult
+from megaasync.pipeline.evaluation import Evaluator, ValidationLosses
+from megaasync.pipeline.executor import Executor
+from megaasync.pipeline.step_stats import StepResult
 from megaasync.schedules import Phase
 from megaasync.train.checkpointing import RunCheckpoints
 
@@ -41,11 +41,11 @@ class TrainOutcome:
         steps: steps done.
         tokens: valid tokens seen.
         train_loss: of the last step.
-        val_loss: of the settled z; None if interrupted or without validation data.
+        val_loss: of z after the flush; None if interrupted or without validation data.
         tokens_per_second: between the first and the last step, evaluations left out.
         peak_memory_bytes: of the rank that used most; on ranks other than 0, this rank's.
         timeline: measured, all ranks; on ranks other than 0, this rank's.
-        is_to_go_on: it was interrupted by what wants it to be started again by itself, and a checkpoint holds what it
+        requeue: it was interrupted by what wants it to be started again by itself, and a checkpoint holds what it
             has done.
         saved_step: of the newest checkpoint that the run has on disk; None without one.
         save_problem: why the last save failed; None if it did not.
@@ -60,7 +60,7 @@ class TrainOutcome:
     tokens_per_second: float | None
     peak_memory_bytes: int
     timeline: Timeline
-    is_to_go_on: bool
+    requeue: bool
     saved_step: int | None
     save_problem: str | None
     device_name: str
@@ -90,9 +90,8 @@ class Trainer:
         config: Config,
         phases: tuple[Phase, ...],
         executor: Executor,
-        validation: ValidationMicrobatches | None,
+        evaluator: Evaluator,
         *,
-        recorder: Recorder,
         observer: Observer | None = None,
         checkpoints: RunCheckpoints | None = None,
         began: float | None = None,
@@ -103,14 +102,14 @@ class Trainer:
         self._started = perf_counter() if began is None else began
         self._checkpoints = checkpoints
         self._config, self._phases, self.executor = config, phases, executor
-        self._validation, self._recorder, self._observer = validation, recorder, observer
+        self._evaluator, self._observer = evaluator, observer
         self._tokens, self._last_loss = 0, None
         self._finish_times: list[float] = []  # first and newest, evaluations taken out
         self._evaluating = 0.0
         self._began = perf_counter()
         self._slowest_step = self._longest_evaluation = 0.0
         self._start, self._tokens_before = 0, 0
-        self._is_to_go_on = False
+        self._requeue = False
         if checkpoints is not None and checkpoints.position is not None:
             position = checkpoints.position
             self._phases, self._start = position.phases, position.step
@@ -125,11 +124,11 @@ class Trainer:
     @property
     def has_validation(self) -> bool:
         """Whether there is anything to evaluate on."""
-        return self._validation is not None
+        return self._evaluator.has_data
 
-    def request_stop(self, *, to_go_on: bool = False) -> None:
-        """End after the step that all ranks agree on; `to_go_on` if the run is to be started again by itself."""
-        self._is_to_go_on |= to_go_on
+    def request_stop(self, *, requeue: bool = False) -> None:
+        """End after the step that all ranks agree on; `requeue` if the run is to be started again by itself."""
+        self._requeue |= requeue
         self.executor.request_stop()
 
     def train(self) -> TrainOutcome:
@@ -148,8 +147,8 @@ class Trainer:
         self._began = perf_counter()
         done, stopped, phase = self._start, False, self._phases[-1]
         for phase, end in self._segments():
-            settles = phase.settles and end == phase.end_step
-            for result in self.executor.run(phase, done, end, settle=settles):
+            flush = phase.flush_at_end and end == phase.end_step
+            for result in self.executor.run(phase, done, end, flush=flush):
                 self._report(result, staleness=phase.schedule.staleness(result.step))
                 done, stopped = result.step + 1, stopped or result.stop
             if self._is_evaluated(end) and not stopped:
@@ -161,16 +160,16 @@ class Trainer:
             if self._is_saved(end):
                 self._save(end, phase)
         self._save(done, phase)  # before the pending gradients are applied: with more train.steps it goes on exactly
-        for _ in self.executor.run(phase, done, done, settle=True):
+        for _ in self.executor.run(phase, done, done, flush=True):
             pass
-        self.executor.forget_stop()  # one that came too late for any step; the evaluation heeds another
-        evaluation = self._evaluate(done, phase)
-        if evaluation.stop:
+        self.executor.forget_stop()  # one that came too late for any step; the evaluation acts on another
+        losses = self._evaluate(done, phase)
+        if losses.stop:
             self._wait_for_save()
             return self._outcome("interrupted", done, None)
-        self._check_final(evaluation.loss)
+        self._check_final(losses.of_z)
         self._wait_for_save()
-        return self._outcome("completed", done, evaluation.loss)
+        return self._outcome("completed", done, losses.of_z)
 
     def _check_final(self, val_loss: float | None) -> None:
         """The last updates are made after the last global norm was looked at, so the weights are looked at too.
@@ -187,7 +186,7 @@ class Trainer:
     def _is_evaluated(self, done: int) -> bool:
         """Whether an evaluation is due after so many steps; the one at the end is apart."""
         interval = self._config.train.eval_interval
-        due = interval is not None and self._validation is not None and done % interval == 0
+        due = interval is not None and self._evaluator.has_data and done % interval == 0
         return due and done < self._config.train.steps
 
     def _is_saved(self, done: int) -> bool:
@@ -208,7 +207,7 @@ class Trainer:
                     "optimizer.lr or a longer train.warmup_steps"
                 )
             self._checkpoints.save(done, phase, tokens=self._tokens, train_loss=self._last_loss)
-            self._recorder.add_pause(start)
+            self.executor.recorder.add_pause(start)
             self._evaluating += perf_counter() - start
 
     def _wait_for_save(self) -> None:
@@ -216,7 +215,7 @@ class Trainer:
             self.executor.notes.begin("the end of a checkpoint's writing", seconds=_PATIENCE_SECONDS)
             self._checkpoints.wait()
 
-    def _heed_time_limit(self, seconds: float) -> None:
+    def _check_time_limit(self, seconds: float) -> None:
         """Ask for an end while there is time for the step under way and a checkpoint."""
         limit = self._config.train.time_limit
         if limit is None:
@@ -225,7 +224,7 @@ class Trainer:
         saving = 0.0 if self._checkpoints is None else self._checkpoints.longest
         reserve = 2 * self._slowest_step + 2 * saving + self._longest_evaluation
         if perf_counter() - self._started + reserve > limit:
-            self.request_stop(to_go_on=True)
+            self.request_stop(requeue=True)
 
     def _segments(self) -> Iterator[tuple[Phase, int]]:
         """Phases and steps after which the pipeline is emptied: before evaluations, and where a phase ends."""
@@ -237,11 +236,11 @@ class Trainer:
     def _report(self, result: StepResult, *, staleness: int) -> None:
         step, tokens = result.step, result.tokens
         before = self._finish_times[-1] if self._finish_times else self._began
-        finished = result.finished - self._evaluating
+        finished = result.backward_done_at - self._evaluating
         self._finish_times[1:] = [finished]
         self._tokens += tokens
         self._last_loss = result.loss if result.is_finite else self._last_loss
-        self._heed_time_limit(finished - before)
+        self._check_time_limit(finished - before)
         if self._checkpoints is not None:
             self._checkpoints.raise_fault()
         routing = {} if result.expert_load is None else {"expert_load": result.expert_load}
@@ -269,42 +268,22 @@ class Trainer:
         if self._observer is not None:
             self._observer.on_row(row)
 
-    def _evaluate(self, done: int, phase: Phase) -> Evaluation:
-        """Validation loss of z, the newest master; under error feedback also of the published x.
-
-        The pipeline is empty. z goes into the slot that the next update overwrites, so nothing in use is touched.
-        """
-        if self._validation is None:
-            return Evaluation(None, False)
-        start = perf_counter()
-        row: dict[str, Any] = {"kind": "val", "step": done, "time": _now()}
-        if phase.schedule.is_asynchronous:
-            for stage in self.executor.stages:
-                if stage.versions.num_slots > 1:  # else it has no delay, and its only version is z
-                    # a compensation of the pending gradient still has to read the weights that are in that slot
-                    stage.publish_master(stage.num_updates + 1, keeps=self._config.correction.name == "taylor")
-            of_z = self._loss_of(ahead=1)
-            for stage in self.executor.stages:
-                stage.put_back(stage.num_updates + 1)
-        else:
-            of_z = self._loss_of(ahead=0)
-        row["loss"] = of_z.loss
-        stopped = of_z.stop
-        if self._config.correction.name == "error_feedback" and phase.schedule.is_asynchronous and not stopped:
-            of_x = self._loss_of(ahead=0)
-            row["loss_x"], stopped = of_x.loss, of_x.stop
-        self._recorder.add_pause(start)
+    def _evaluate(self, done: int, phase: Phase) -> ValidationLosses:
+        """Evaluate and emit the row; the pipeline is empty."""
+        if not self._evaluator.has_data:
+            return ValidationLosses()
+        start, time = perf_counter(), _now()
+        losses = self._evaluator.losses(phase)
+        self.executor.recorder.add_pause(start)
         self._evaluating += perf_counter() - start
         self._longest_evaluation = max(self._longest_evaluation, perf_counter() - start)
-        if not stopped:
-            self._emit(row)
-        return Evaluation(of_z.loss, stopped)
-
-    def _loss_of(self, *, ahead: int) -> Evaluation:
-        return self.executor.evaluate(self._validation, num_microbatches=self._validation.num_microbatches, ahead=ahead)
+        if not losses.stop:
+            of_x = {} if losses.of_x is None else {"loss_x": losses.of_x}
+            self._emit({"kind": "val", "step": done, "time": time, "loss": losses.of_z, **of_x})
+        return losses
 
     def _outcome(self, status: str, done: int, val_loss: float | None) -> TrainOutcome:
-        mine = (list(self._recorder.spans), self._recorder.pauses, _peak_memory(), self._is_to_go_on)
+        mine = (list(self.executor.recorder.spans), self.executor.recorder.pauses, _peak_memory(), self._requeue)
         parts = [mine]
         if dist.is_initialized():
             gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -326,7 +305,7 @@ class Trainer:
             tokens_per_second=rate,
             peak_memory_bytes=max(part[2] for part in parts),
             timeline=merge([(part[0], part[1]) for part in parts]),
-            is_to_go_on=saved > self._start and any(part[3] for part in parts),
+            requeue=saved > self._start and any(part[3] for part in parts),
             saved_step=None if saved < 0 else saved,
             save_problem=None if self._checkpoints is None else self._checkpoints.problem,
             device_name=torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",

@@ -35,7 +35,7 @@ def _stop_on_signals(trainer: Trainer) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: trainer.request_stop())
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda *_: trainer.request_stop(to_go_on=True))
+        signal.signal(number, lambda *_: trainer.request_stop(requeue=True))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGUSR2})
 
 

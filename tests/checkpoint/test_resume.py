@@ -10,7 +10,7 @@ import pytest
 
 from megaasync.checkpoint.folders import checkpoints_in, folder_name
 from megaasync.entry.spawn import RankFailed, spawn_ranks
-from megaasync.pipeline.stage import PipelineStage
+from megaasync.pipeline.stage_compute import StageCompute
 from tests.support.configs import BALANCED, small_config
 from tests.support.runs import CLOCKS, run, run_rank
 from tests.support.tiers import also_slow
@@ -185,7 +185,7 @@ def test_another_schedule_begins_with_settled_weights(before, after):
 
 
 def test_more_steps_go_on_from_the_last_checkpoint_exactly(tmp_path):
-    """The end settles after the last checkpoint is written."""
+    """The end is flushed after the last checkpoint is written."""
     short = config_of("muon", "pipeline 2", correction__name="error_feedback")
     run(short, tmp_path)
     longer = replace(short, train=replace(short.train, steps=STEPS + 4))
@@ -237,7 +237,7 @@ def test_another_lr_is_taken_if_told_to(tmp_path):
 
 def poisoned_run(environment, config, root, resume):
     """A run whose batch 2 has a gradient that is not finite."""
-    backward = PipelineStage.backward
+    backward = StageCompute.backward
 
     def poison(stage, key, grad, *, version):
         x_grad = backward(stage, key, grad, version=version)
@@ -245,7 +245,7 @@ def poisoned_run(environment, config, root, resume):
             stage.gradients.sum_of(2)[0] = float("inf")
         return x_grad
 
-    PipelineStage.backward = poison
+    StageCompute.backward = poison
     return run_rank(environment, config, root, resume)
 
 

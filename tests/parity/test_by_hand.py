@@ -34,8 +34,8 @@ TOLERANCE = 1e-9
 def poisoned_rank(environment, config, steps):
     """Train with the last stage's gradient of some steps made infinite; (losses, final weights by name)."""
     executor = build(environment, config).executor
-    (stage,) = executor.stages
-    if stage.is_last:
+    (stage,), (update,) = executor.stages, executor.runner.stages.values()
+    if stage.place.is_last:
         backward = stage.backward
 
         def poisoned(key, grad, *, version):
@@ -47,10 +47,10 @@ def poisoned_rank(environment, config, steps):
         stage.backward = poisoned
     from megaasync.config.pipeline import phases_of
 
-    results = list(executor.run(*phases_of(config), 0, config.train.steps, settle=True))
+    results = list(executor.run(*phases_of(config), 0, config.train.steps, flush=True))
     leave_group()
-    layout = stage.optimizer.layout
-    weights = dict(zip(layout.names, (one.numpy().copy() for one in layout.views(stage.whole_master())), strict=True))
+    layout = update.optimizer.layout
+    weights = dict(zip(layout.names, (one.numpy().copy() for one in layout.views(update.whole_master())), strict=True))
     return [one.loss for one in results], weights
 
 
@@ -185,7 +185,7 @@ def test_the_share_of_held_out_documents(fraction):
 def outcome(**changes):
     fields = {
         "status": "completed", "steps": 4, "tokens": 100, "train_loss": 1.0, "val_loss": 1.0,
-        "tokens_per_second": 5000.0, "peak_memory_bytes": 1, "timeline": Timeline([], 1), "is_to_go_on": False,
+        "tokens_per_second": 5000.0, "peak_memory_bytes": 1, "timeline": Timeline([], 1), "requeue": False,
         "saved_step": None, "save_problem": None, "device_name": "NVIDIA H100 80GB HBM3",
     }  # fmt: skip
     return TrainOutcome(**{**fields, **changes})

@@ -31,7 +31,7 @@ GATE = "layers.1.mlp.experts.gate"
 def one_expert_rank(environment, config, favourites):
     """All tokens of a step go to that step's favourite expert; z of the gates and their momentum after each step."""
     executor = build(environment, config).executor
-    (stage,) = executor.stages
+    (stage,) = executor.runner.stages.values()
     seen = []
 
     def favour(step):
@@ -55,7 +55,7 @@ def one_expert_rank(environment, config, favourites):
         seen.append([layout.views(one)[layout.names.index(GATE)].clone().numpy() for one in (whole, flat)])
 
     stage.step = step
-    results = list(executor.run(*phases_of(config), 0, config.train.steps, settle=True))
+    results = list(executor.run(*phases_of(config), 0, config.train.steps, flush=True))
     leave_group()
     return [(r.loss, r.grad_norm, r.expert_load) for r in results], seen
 
@@ -137,7 +137,7 @@ def odd_rank(environment, ranks):
         for view, *parts in zip(layout.views(flat), *(one.values() for one in seen), strict=True):
             view.copy_(sum(parts))
         data_parallel.reduce(flat)
-        optimizer.step(flat, scale=0.5, publish=weights, ahead=1)
+        optimizer.step(flat, scale=0.5, publish=weights, lookahead_steps=1)
         data_parallel.gather(weights)
     leave_group()
     owned = [(run_.matrix_shape, run_.state_shape) for run_ in layout.runs if run_.matrix_shape]
@@ -173,7 +173,7 @@ def masked_rank(environment, config):
             return Microbatch(given.tokens_BS, given.labels_BS, mask)
 
     executor._source = Masked()
-    results = list(executor.run(*phases_of(config), 0, config.train.steps, settle=True))
+    results = list(executor.run(*phases_of(config), 0, config.train.steps, flush=True))
     leave_group()
     return [(r.loss, r.grad_norm, r.tokens, r.expert_load, *r.routing_losses) for r in results]
 

@@ -17,17 +17,17 @@ def routed_rank(environment, config):
     """Losses by step, and how often each expert was chosen, by step and layer of this rank's stages."""
     executor = build(environment, config).executor
     chosen = {}
-    for stage in executor.stages:
+    for stage in executor.runner.stages.values():
         if stage.balance is None:
             continue
         absorb = stage.balance.absorb
 
         def noted(step, *, version, stage=stage, absorb=absorb):
-            chosen[step, stage.index] = stage.balance.counts(step).clone().numpy()
+            chosen[step, stage.place.index] = stage.balance.counts(step).clone().numpy()
             absorb(step, version=version)
 
         stage.balance.absorb = noted
-    losses = [result.loss for result in executor.run(*phases_of(config), 0, STEPS, settle=True)]
+    losses = [result.loss for result in executor.run(*phases_of(config), 0, STEPS, flush=True)]
     leave_group()
     return losses, chosen
 

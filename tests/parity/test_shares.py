@@ -23,10 +23,10 @@ from tests.support.runs import run_rank
 def holding_rank(environment, config):
     """Bytes that a rank holds by kind, counted on its live tensors after two steps."""
     executor = build(environment, config).executor
-    for _ in executor.run(*phases_of(config), 0, 2, settle=True):
+    for _ in executor.run(*phases_of(config), 0, 2, flush=True):
         pass
     found = collections.Counter()
-    for stage in executor.stages:
+    for stage in executor.runner.stages.values():
         found["weights"] += sum(stage.versions.flat(v).nbytes for v in range(stage.versions.num_slots))
         found["gradients"] += sum(buffer.nbytes for buffer in stage.gradients._buffers)
         found["master"] += stage.master.nbytes
@@ -148,7 +148,7 @@ def sending_rank(environment, config):
         "broadcast",
         lambda tensor, root, **_: tensor if root == environment.rank else nothing,
     )
-    for _ in executor.run(*phases_of(config), 0, config.train.steps, settle=True):
+    for _ in executor.run(*phases_of(config), 0, config.train.steps, flush=True):
         pass
     leave_group()
     return sent

@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import signal
+import threading
 import time
 import weakref
 from datetime import timedelta
@@ -38,6 +39,12 @@ def build(environment, config):
     )
 
 
+def update_of(executor):
+    """The updating half of the only stage of a rank."""
+    (stage,) = executor.runner.stages.values()
+    return stage
+
+
 class Masked:
     """A source in which microbatches have very different numbers of valid tokens, one of them none."""
 
@@ -56,7 +63,7 @@ def masked_rank(environment, config):
     trainer = build(environment, config)
     executor = trainer.executor
     executor._source = Masked(executor._source, config.num_microbatches)
-    results = list(executor.run(*phases_of(config), 0, config.train.steps, settle=True))
+    results = list(executor.run(*phases_of(config), 0, config.train.steps, flush=True))
     leave_group()
     return [(r.loss, r.grad_norm, r.tokens) for r in results]
 
@@ -107,8 +114,9 @@ def poisoned_rank(environment, config, rank, at, microbatch=1):
     with pytest.raises(TrainingError, match=f"step {at + 1}: .* not both finite"):
         for result in executor.run(*phases_of(config), 0, config.train.steps):
             seen.append(result.step)
-    updates = executor.stages[0].num_updates
-    finite = all(stage.master.isfinite().all() for stage in executor.stages)
+    halves = executor.runner.stages.values()
+    (updates,) = {stage.num_updates for stage in halves}
+    finite = all(stage.master.isfinite().all() for stage in halves)
     leave_group()
     return seen, updates, finite
 
@@ -149,12 +157,12 @@ def skipping_rank(environment, config, poisoned_steps):
         executor.stages[0].backward = poisoned
     seen, error = [], None
     try:
-        for result in executor.run(*phases_of(config), 0, config.train.steps, settle=True):
+        for result in executor.run(*phases_of(config), 0, config.train.steps, flush=True):
             seen.append((result.step, result.broken_stages))
     except TrainingError as caught:
         error = str(caught)
     leave_group()
-    optimizer = executor.stages[0].optimizer
+    optimizer = next(iter(executor.runner.stages.values())).optimizer
     return seen, optimizer.master.numpy().copy(), optimizer.num_updates, optimizer.num_skipped, error
 
 
@@ -187,7 +195,7 @@ def test_a_nan_under_pipedream_is_dropped_where_it_is_and_ends_all_in_its_step(r
 
 
 def masters_of(executor):
-    return {stage.index: stage.master.clone().numpy() for stage in executor.stages}
+    return {index: stage.master.clone().numpy() for index, stage in executor.runner.stages.items()}
 
 
 def stopping_rank(environment, config, rank, at):
@@ -209,20 +217,20 @@ def stopping_rank(environment, config, rank, at):
     return outcome.status, outcome.steps, numbers.column("loss").tolist(), masters_of(trainer.executor)
 
 
-def unsettled_rank(environment, config, steps):
+def unflushed_rank(environment, config, steps):
     executor = build(environment, config).executor
     for _ in executor.run(*phases_of(config), 0, steps):
         pass
-    delay = max(phases_of(config)[0].schedule.delay[stage.index] for stage in executor.stages)
-    assert len(executor._updates._pending) == min(delay, steps), "results pile up"
+    delay = max(phases_of(config)[0].schedule.delay[index] for index in executor.runner.stages)
+    assert len(executor.runner._pending) == min(delay, steps), "results pile up"
     leave_group()
     return masters_of(executor)
 
 
 @functools.cache
-def unsettled_masters(schedule, steps):
+def unflushed_masters(schedule, steps):
     """Masters by stage after so many steps, the gradients that the delay leaves pending not applied."""
-    parts = spawn_ranks(unsettled_rank, (stopped_config(schedule), steps), world_size=3)
+    parts = spawn_ranks(unflushed_rank, (stopped_config(schedule), steps), world_size=3)
     return {index: master for part in parts for index, master in part.items()}
 
 
@@ -267,57 +275,59 @@ EXPOSED_STOPS = [("2bw", 1, 9), ("2bw", 2, 14), ("wpipe", 2, 30)]
 def test_a_stop_at_any_moment_ends_all_ranks_after_the_same_step(schedule, rank, at, overlap):
     """8 steps, evaluation after the 4th; the stop is asked for at one rank's n-th forward.
 
-    What the delay leaves pending stays so: the weights are those of a run of so many steps that does not settle.
+    What the delay leaves pending stays so: the weights are those of a run of so many steps that is not flushed.
     """
     config = stopped_config(schedule, train__eval_interval=4, schedule__overlap_step=overlap)
     parts = spawn_ranks(stopping_rank, (config, rank, at), world_size=3)
     assert len({(status, steps, tuple(losses)) for status, steps, losses, _ in parts}) == 1
     for _, steps, _, masters in parts if parts[0][1] < 8 else ():
         for index, master in masters.items():
-            np.testing.assert_array_equal(master, unsettled_masters(schedule, steps)[index])
+            np.testing.assert_array_equal(master, unflushed_masters(schedule, steps)[index])
     status, steps, losses, _ = parts[0]
     assert len(losses) == steps
     whole = uncut_losses(schedule)
     np.testing.assert_array_equal(losses, whole[:steps])
     per_step = STOPPED[schedule] * len(phases_of(config)[0].schedule.stages_of(rank))
     asked_in = (at - 1) // per_step
-    # the flag goes with the norm of that step at the latest, and is heeded at that step's RESULT
+    # the flag goes with the norm of that step at the latest, and is acted on at that step's SYNC
     delay = max(phases_of(config)[0].schedule.delay)
     assert min(asked_in + 1, 8) <= steps <= min(asked_in + 1 + delay, 8)
     assert status == ("interrupted" if steps < 8 else "completed")
 
 
 @pytest.mark.parametrize("call", [1, 2])
-def test_a_stop_in_an_evaluation_is_heeded_in_either_pass(call):
+def test_a_stop_in_an_evaluation_acts_in_either_pass(call):
     """Under error feedback an evaluation looks at z and then at x; a cut one leaves no row."""
     config = small_config(correction__name="error_feedback", train__eval_interval=2, train__steps=6)
     trainer = build(ALONE, config)
-    loss_of, calls = trainer._loss_of, []
+    evaluator = trainer._evaluator
+    loss_at, calls = evaluator._loss_at, []
 
-    def counted(*, ahead):
-        calls.append(ahead)
+    def counted(versions):
+        calls.append(versions[0])
         if len(calls) == call:
             trainer.request_stop()
-        return loss_of(ahead=ahead)
+        return loss_at(versions)
 
-    trainer._loss_of = counted
+    evaluator._loss_at = counted
     outcome = trainer.train()
     assert (outcome.status, outcome.steps) == ("interrupted", 2)
-    assert calls == [1, 0][:call]
+    assert calls == [2, 1][:call]  # z in the slot of the next version, then x
     assert [row["kind"] for row in trainer._observer.rows] == ["train", "train"]
 
 
 def failing_rank(environment, config):
     trainer = build(environment, config)
     if environment.rank == 1:
-        step = trainer.executor.stages[0].step
+        stage = update_of(trainer.executor)
+        step = stage.step
 
-        def fail(number, *, scale, ahead):
+        def fail(number, **how):
             if number == 3:
                 raise ZeroDivisionError("deliberate")
-            step(number, scale=scale, ahead=ahead)
+            step(number, **how)
 
-        trainer.executor.stages[0].step = fail
+        stage.step = fail
     trainer.train()
 
 
@@ -334,7 +344,8 @@ def failing_reduction_rank(environment, config):
             if step == 3:
                 raise ZeroDivisionError("deliberate")
 
-        trainer.executor.stages[0].reduce = fail
+        stage = update_of(trainer.executor)
+        stage.reduce = fail
     trainer.train()
 
 
@@ -383,8 +394,8 @@ def test_a_killed_rank_is_named():
 def overlapping_rank(environment, config):
     """A run whose STEP takes long; what the recorder saw."""
     trainer = build(environment, config)
-    stage = trainer.executor.stages[0]
-    step, forward = stage.step, stage.forward
+    compute, update = trainer.executor.stages[0], update_of(trainer.executor)
+    step, forward = update.step, compute.forward
 
     def slow_step(number, **arguments):
         time.sleep(0.03)
@@ -394,7 +405,7 @@ def overlapping_rank(environment, config):
         time.sleep(0.01)
         return forward(key, x, microbatch, version=version)
 
-    stage.step, stage.forward = slow_step, slow_forward
+    update.step, compute.forward = slow_step, slow_forward
     outcome = trainer.train()
     leave_group()
     return outcome.timeline.spans
@@ -408,6 +419,46 @@ def test_forwards_and_backwards_go_on_during_a_step():
             assert step.beside
             under = [s for s in mine if s.action.op in COMPUTE_OPS and s.start < step.end and s.end > step.start]
             assert len(under) >= 2, f"rank {rank} did nothing during {step.action}"
+
+
+COMPUTE_CALLS = ("forward", "backward", "take_sums", "evaluate")
+UPDATE_CALLS = ("reduce", "squares", "routing_figures", "step")
+
+
+def watched_rank(environment, config):
+    """The threads that enter each half of a stage, by method."""
+    trainer = build(environment, config)
+    halves = [(trainer.executor.stages[0], COMPUTE_CALLS), (update_of(trainer.executor), UPDATE_CALLS)]
+    seen = {}
+
+    def watch(half, name):
+        original = getattr(half, name)
+
+        def watched(*args, **kwargs):
+            seen.setdefault(name, set()).add(threading.current_thread().name)
+            return original(*args, **kwargs)
+
+        setattr(half, name, watched)
+
+    for half, names in halves:
+        for name in names:
+            watch(half, name)
+    for _ in trainer.executor.run(*phases_of(config), 0, config.train.steps):  # nothing is flushed
+        pass
+    trainer._evaluate(config.train.steps, *phases_of(config))
+    leave_group()
+    return seen
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_each_half_of_a_stage_has_its_thread(overlap):
+    """Under overlap the updating half is entered from the background only; the computing half never is."""
+    config = small_config(parallel__pipeline=2, schedule__overlap_step=overlap)
+    for seen in spawn_ranks(watched_rank, (config,), world_size=2):
+        assert all(seen[name] == {"MainThread"} for name in COMPUTE_CALLS)
+        stepping = {"background"} if overlap else {"MainThread"}
+        assert seen["reduce"] == seen["step"] == stepping
+        assert seen["squares"] == seen["routing_figures"] == {"background"}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -440,16 +491,16 @@ def test_bfloat16_keeps_its_gradients_and_masters_in_float32(optimizer):
 
 
 def numbers_at_start(dtype):
-    executor = build(ALONE, small_config(train__dtype=dtype, model__moe=None)).executor
-    stage = executor.stages[0]
+    stage = update_of(build(ALONE, small_config(train__dtype=dtype, model__moe=None)).executor)
     index = stage.optimizer.layout.names.index("layers.1.attention.query.weight")
     return stage.optimizer.layout.views(stage.master)[index].numpy()
 
 
 def test_bfloat16_masters_start_from_the_draw_and_not_from_its_rounding():
     """Else every layout's first updates would carry an error of half a bfloat16 step."""
-    stage = build(ALONE, small_config(train__dtype="bfloat16")).executor.stages[0]
-    exact = build(ALONE, small_config(train__dtype="float32")).executor.stages[0]
+    stage, exact = (
+        update_of(build(ALONE, small_config(train__dtype=dtype)).executor) for dtype in ("bfloat16", "float32")
+    )
     assert torch.equal(stage.whole_master(), exact.whole_master())
     assert torch.equal(stage.versions.flat(0), exact.whole_master().to(torch.bfloat16))
     assert not torch.equal(stage.whole_master(), exact.whole_master().to(torch.bfloat16).float())

@@ -18,6 +18,7 @@ from megaasync.schedules import (
     Costs,
     Op,
     ScheduleError,
+    Segment,
     bubble_of,
     build_schedule,
     check,
@@ -115,7 +116,7 @@ def test_the_depth_rule_is_exact(extra):
             order = []
             for k in range(m):
                 order += [Action(Op.F, stage, *divmod(ahead + k, m)), Action(Op.B, stage, 0, k)]
-            steady.append((*order, Action(Op.NORM, stage, 0)))
+            steady.append((*order, Action(Op.REDUCE_GRAD, stage, 0)))
         with pytest.raises(ScheduleError):
             check(replace(legal, num_microbatches=m, fill=tuple(fill), steady=tuple(steady)))
 
@@ -232,7 +233,7 @@ def test_versions_follow_the_delay_and_the_phase():
     schedule = build("2bw", 4, 4)
     assert [schedule.version(stage=0, step=t) for t in range(4)] == [0, 0, 1, 2]
     assert [schedule.staleness(t) for t in range(4)] == [0, 1, 1, 1]
-    later = replace(schedule, since=10)
+    later = replace(schedule, start_step=10)
     assert [later.version(stage=0, step=t) for t in range(10, 14)] == [10, 10, 11, 12]
     assert build("1f1b", 4, 4).staleness(5) == 0
     assert [build("pipedream", 4, 1).staleness(t) for t in range(6)] == [0, 1, 2, 3, 3, 3]
@@ -248,25 +249,25 @@ def test_segments_join_to_the_same_steps():
         for rank in range(schedule.num_ranks):
             actions = []
             for first, end in ((0, 1), (1, 3), (3, 6)):
-                actions += unroll(schedule, rank=rank, first_step=first, end_step=lambda e=end: e)
+                actions += unroll(schedule, Segment(schedule, first, end), rank=rank)
             made = {s: sum(a.op is Op.STEP and a.stage == s for a in actions) for s in schedule.stages_of(rank)}
             assert made == {s: max(6 - schedule.delay[s], 0) for s in made}
-            actions += unroll(schedule, rank=rank, first_step=6, end_step=lambda: 6, settle=True)
-            straight = [a for a in unroll_all(schedule, num_steps=6)[rank] if a.op is not Op.RESULT]
-            actions = [a for a in actions if a.op is not Op.RESULT]
+            actions += unroll(schedule, Segment(schedule, 6, 6), rank=rank, flush=True)
+            straight = [a for a in unroll_all(schedule, num_steps=6)[rank] if a.op is not Op.SYNC]
+            actions = [a for a in actions if a.op is not Op.SYNC]
             assert len(actions) == len(set(actions)) == len(straight)
             assert set(actions) == set(straight)
 
 
 def test_every_step_is_permitted_by_an_earlier_result():
-    """Before a rank's first forward of step u stands RESULT(u - 1 - longest delay): there it may hear of a stop."""
+    """Before a rank's first forward of step u stands SYNC(u - 1 - longest delay): there it may hear of a stop."""
     for case in SMALL:
         schedule = build(*case)
         longest = max(schedule.delay)
         for actions in unroll_all(schedule, num_steps=6):
             heard = -1
             for action in actions:
-                if action.op is Op.RESULT:
+                if action.op is Op.SYNC:
                     assert action.step == heard + 1
                     heard = action.step
                 if action.op is Op.F:
@@ -274,15 +275,15 @@ def test_every_step_is_permitted_by_an_earlier_result():
 
 
 def test_cutting_a_run_short_ends_all_ranks_at_one_step():
-    """As the executor does on a stop: with RESULT(2) the end moves to the first step that nobody has begun."""
+    """As the executor does on a stop: with SYNC(2) the end moves to the first step that nobody has begun."""
     for case in SMALL:
         schedule = build(*case)
         for rank in range(schedule.num_ranks):
-            end, seen = [50], []
-            for action in unroll(schedule, rank=rank, first_step=0, end_step=lambda end=end: end[0], settle=True):
+            segment, seen = Segment(schedule, 0, 50), []
+            for action in unroll(schedule, segment, rank=rank, flush=True):
                 seen.append(action)
-                if action.op is Op.RESULT and action.step == 2:
-                    end[0] = 3 + max(schedule.delay)
+                if action.op is Op.SYNC and action.step == 2:
+                    segment.stop_after(2)
             assert {a.step for a in seen if a.op in COMPUTE_OPS} == set(range(3 + max(schedule.delay)))
             for stage in schedule.stages_of(rank):
                 made = [a.step for a in seen if a.op is Op.STEP and a.stage == stage]
@@ -293,13 +294,13 @@ def test_cutting_a_run_short_ends_all_ranks_at_one_step():
 def test_phases_of_a_run():
     size = {"num_ranks": 2, "num_microbatches": 4, "chunks": None, "extra_in_flight": 0, "tied": False}
     phases = make_phases("2bw", num_steps=20, sync_start_steps=5, sync_cooldown_steps=3, **size)
-    assert [(p.schedule.name, p.first_step, p.end_step, p.settles) for p in phases] == [
+    assert [(p.schedule.name, p.first_step, p.end_step, p.flush_at_end) for p in phases] == [
         ("1f1b", 0, 5, True),
         ("2bw", 5, 17, True),
         ("1f1b", 17, 20, False),
     ]
-    assert [p.schedule.since for p in phases] == [0, 5, 17]
-    assert [phases[1].steps_ahead(stage=0, step=t) for t in (5, 15, 16)] == [1, 1, 0]
+    assert [p.schedule.start_step for p in phases] == [0, 5, 17]
+    assert [phases[1].lookahead_steps(stage=0, step=t) for t in (5, 15, 16)] == [1, 1, 0]
     assert len(make_phases("wpipe", num_steps=4, sync_start_steps=1, sync_cooldown_steps=0, **size)) == 2
 
 
@@ -348,7 +349,6 @@ def a(text):
         ("2bw", "ordered", 0, {"swap": [(a("0N1"), a("0B1.1"))]}),
         ("zb_h1", "ordered", 0, {"swap": [(a("0I1.0"), a("0W1.0"))]}),
         ("zb_h1", "ordered", 1, {"swap": [(a("1W1.1"), a("1N1"))]}),
-        ("tied", "ordered", 1, {"swap": [(a("1T1"), a("1N1"))]}),
         ("2bw", "versioned", 1, {"swap": [(a("1S0"), a("1F2.0"))]}),
         ("2bw", "fits", 1, {"move": [(a("1F1.1"), a("1B1.0"))]}),
         ("2bw", "fifo", 1, {"swap": [(a("1F2.0"), a("1F2.1")), (a("1B2.0"), a("1B2.1"))]}),
@@ -357,7 +357,7 @@ def a(text):
 )
 def test_broken_tables_are_noticed(name, rule, rank, change):
     m = 4 if name == "interleaved_1f1b" else 2
-    schedule = build("2bw", 2, 2, tied=True) if name == "tied" else build(name, 2, m)
+    schedule = build(name, 2, m)
     table = unroll_all(schedule, num_steps=4)
     check_table(schedule, table, steps=range(4))
     with pytest.raises(ScheduleError, match=f"^{rule}"):
@@ -451,7 +451,7 @@ def test_background_work_is_drawn_in_a_strip_below():
     assert "background" not in without
 
 
-@pytest.mark.parametrize("text", ["2F5.0", "0B1.3", "1N7", "3S2", "4I0.2", "0W11.1", "7T3", "0R4"])
+@pytest.mark.parametrize("text", ["2F5.0", "0B1.3", "1N7", "3S2", "4I0.2", "0W11.1", "7R3", "0R4"])
 def test_actions_are_read_back(text):
     assert str(parse_action(text)) == text
 

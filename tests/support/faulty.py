@@ -27,14 +27,14 @@ def _happen(kind):
 def _plant(kind):
     from megaasync.checkpoint import keeper
     from megaasync.optim.stage_optimizer import StageOptimizer
-    from megaasync.pipeline.stage import PipelineStage
+    from megaasync.pipeline.stage_compute import StageCompute
 
     owner, name = {
-        "forward": (PipelineStage, "forward"),
-        "nan": (PipelineStage, "forward"),
-        "kill": (PipelineStage, "forward"),
-        "stop": (PipelineStage, "forward"),
-        "backward": (PipelineStage, "backward"),
+        "forward": (StageCompute, "forward"),
+        "nan": (StageCompute, "forward"),
+        "kill": (StageCompute, "forward"),
+        "stop": (StageCompute, "forward"),
+        "backward": (StageCompute, "backward"),
         "step": (StageOptimizer, "step"),
         "copy": (keeper, "copied"),
         "writer": (keeper, "bytes_of"),

@@ -54,7 +54,7 @@ def run_rank(
         files=root and CheckpointFiles(root, resume, numbers.said.append),
     )
     numbers.val_loss = trainer.train().val_loss
-    for stage in trainer.executor.stages:
+    for stage in trainer.executor.runner.stages.values():
         layout = stage.optimizer.layout
         for name, weight in zip(layout.names, layout.views(stage.whole_master()), strict=True):
             twin = numbers.weights.setdefault(name, weight.numpy().copy())

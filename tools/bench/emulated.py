@@ -20,8 +20,9 @@ from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.observe.trace import Recorder, Timeline, merge
 from megaasync.optim.newton_schulz import orthogonalize
 from megaasync.pipeline.channels import Channels, Transport, group_names
-from megaasync.pipeline.executor import Executor
-from megaasync.pipeline.updates import Updates
+from megaasync.pipeline.executor import Executor, RankPlace
+from megaasync.pipeline.shared_parts import StagePlace
+from megaasync.pipeline.step_runner import StepPolicy, StepRunner
 from megaasync.schedules import Costs, Phase, PipelineSchedule, build_schedule, report, simulate
 
 _CPU = torch.device("cpu")
@@ -35,17 +36,13 @@ def sleep_until(moment: float) -> None:
         time.sleep(left)
 
 
-class EmulatedStage:
-    """Stands where a `PipelineStage` stands and sleeps."""
+class EmulatedCompute:
+    """Stands where a `StageCompute` stands and sleeps."""
 
-    def __init__(self, index: int, num_stages: int, costs: Emulation, *, share: float, replicas: RankGroup) -> None:
-        """A stage; `replicas` is the group of its data-parallel copies, for real updates."""
-        self.index, self._costs, self._share = index, costs, share
-        self._replicas = replicas
-        self._gradient = torch.ones(1 << 21)  # 8 MiB
-        self._matrices = torch.randn(8, 256, 256, generator=torch.Generator().manual_seed(index))
-        self.is_first, self.is_last = index == 0, index == num_stages - 1
-        self.needs_mask, self.num_updates = False, 0
+    def __init__(self, place: StagePlace, costs: Emulation, *, share: float) -> None:
+        """A stage whose forward and backward cost `share` of a rank's."""
+        self.place, self._costs, self._share = place, costs, share
+        self.needs_mask = False
 
     def _message(self) -> Tensor:
         return torch.zeros(_SPEC.shape, dtype=_SPEC.dtype)
@@ -53,21 +50,36 @@ class EmulatedStage:
     def forward(self, key: Any, x: Any, microbatch: Any, *, version: int) -> Tensor | None:
         """Sleep a forward."""
         time.sleep(self._costs.forward * self._share)
-        return None if self.is_last else self._message()
+        return None if self.place.is_last else self._message()
 
     def backward(self, key: Any, grad: Any, *, version: int) -> Tensor | None:
         """Sleep a backward."""
         time.sleep(self._costs.backward * self._share)
-        return None if self.is_first else self._message()
+        return None if self.place.is_first else self._message()
 
     def backward_input(self, key: Any, grad: Any, *, version: int) -> Tensor | None:
         """Sleep half a backward."""
         time.sleep(self._costs.backward / 2 * self._share)
-        return None if self.is_first else self._message()
+        return None if self.place.is_first else self._message()
 
     def backward_weight(self, key: Any) -> None:
         """Sleep the other half."""
         time.sleep(self._costs.backward / 2 * self._share)
+
+    def take_sums(self, step: int) -> Tensor:
+        """A loss and a token, so that both are numbers."""
+        return torch.ones(2, dtype=torch.float64)
+
+
+class EmulatedUpdate:
+    """Stands where a `StageUpdate` stands and sleeps."""
+
+    def __init__(self, place: StagePlace, costs: Emulation, *, share: float, replicas: RankGroup) -> None:
+        """A stage; `replicas` is the group of its data-parallel copies, for real updates."""
+        self.place, self._costs, self._share, self._replicas = place, costs, share, replicas
+        self._gradient = torch.ones(1 << 21)  # 8 MiB
+        self._matrices = torch.randn(8, 256, 256, generator=torch.Generator().manual_seed(place.index))
+        self.num_updates = 0
 
     def reduce(self, step: int) -> None:
         """Sleep a reduction, or make one."""
@@ -81,11 +93,7 @@ class EmulatedStage:
         """A norm."""
         return torch.ones((), dtype=torch.float64)
 
-    def take_sums(self, step: int) -> Tensor:
-        """A loss and a token, so that both are numbers."""
-        return torch.ones(2, dtype=torch.float64)
-
-    def step(self, step: int, *, scale: float, ahead: int) -> None:
+    def step(self, step: int, *, scale: float, lookahead_steps: int) -> None:
         """Sleep an optimizer step, or make Muon's."""
         if self._costs.real_update:
             orthogonalize(self._matrices, steps=5)
@@ -139,23 +147,14 @@ def run_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> list
     )
     share, rank = schedule.num_ranks / schedule.num_stages, mesh.coordinate("pipeline")
     replicas = mesh.new_group("data")
-    stages = [
-        EmulatedStage(i, schedule.num_stages, costs, share=share, replicas=replicas) for i in schedule.stages_of(rank)
-    ]
+    places = [StagePlace(index, schedule.num_stages) for index in schedule.stages_of(rank)]
     recorder = Recorder(rank, traced=True, synchronize=None, enabled=True)
-    updates = Updates(
-        stages,
-        num_stages=schedule.num_stages,
-        num_microbatches=schedule.num_microbatches,
-        max_skipped=0,
-        clip_grad_norm=None,
-        norm=mesh.new_group(*AXES),
-        ends=None,
-        looks_ahead=False,
-        compensates=False,
-        overlap=case.overlap,
+    runner = StepRunner(
+        [EmulatedUpdate(place, costs, share=share, replicas=replicas) for place in places],
+        StepPolicy(schedule.num_stages, schedule.num_microbatches, overlap=case.overlap, timeout=_TIMEOUT),
+        norm_group=mesh.new_group(*AXES),
+        embedding_group=None,
         device=_CPU,
-        timeout=_TIMEOUT,
         recorder=recorder,
     )
     transport = Transport(
@@ -173,19 +172,15 @@ def run_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> list
         hop=costs.hop,
     )
     executor = Executor(
-        stages,
+        [EmulatedCompute(place, costs, share=share) for place in places],
         _NoData(),
-        updates,
+        runner,
         channels,
-        rank=rank,
-        name=f"rank {mesh.rank}",
-        counts=True,
-        device=_CPU,
-        group=ALONE,
+        place=RankPlace(rank, f"rank {mesh.rank}", reports_loss=True, device=_CPU, group=ALONE),
         recorder=recorder,
     )
     dist.barrier()
-    for _ in executor.run(Phase(schedule, 0, case.num_steps, settles=False), 0, case.num_steps, settle=True):
+    for _ in executor.run(Phase(schedule, 0, case.num_steps, flush_at_end=False), 0, case.num_steps, flush=True):
         pass
     dist.barrier()
     leave_group()

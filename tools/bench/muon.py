@@ -41,7 +41,7 @@ class OurStep:
 
     def __call__(self) -> None:
         """One step."""
-        self.optimizer.step(self.gradient, scale=1.0, publish=self.published, ahead=0)
+        self.optimizer.step(self.gradient, scale=1.0, publish=self.published, lookahead_steps=0)
 
     def masters(self) -> list[Tensor]:
         """z of each matrix."""

@@ -287,7 +287,9 @@ def run_real_rank(environment: RankEnvironment, case: Case, config: Config) -> t
             norm = terms[0].item() ** 0.5 / num_tokens
             scale = min(1.0, (train.clip_grad_norm or float("inf")) / norm) / num_tokens
             for one in updated:
-                one.optimizer.step(one.gradients.sum_of(step), scale=scale, publish=one.versions.flat(0), ahead=0)
+                one.optimizer.step(
+                    one.gradients.sum_of(step), scale=scale, publish=one.versions.flat(0), lookahead_steps=0
+                )
             ends.append(perf_counter())
             losses.append(terms[1].item() / num_tokens)
     leave_group()

@@ -17,9 +17,11 @@ from megaasync.optim.flat_layout import FlatLayout
 from megaasync.optim.routing import Role, Route, rules_of
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.channels import Channels, Transport
-from megaasync.pipeline.executor import Executor
-from megaasync.pipeline.stage import PipelineStage
-from megaasync.pipeline.updates import Updates
+from megaasync.pipeline.executor import Executor, RankPlace
+from megaasync.pipeline.shared_parts import StagePlace, make_shared_parts
+from megaasync.pipeline.stage_compute import StageCompute
+from megaasync.pipeline.stage_update import StageUpdate
+from megaasync.pipeline.step_runner import StepPolicy, StepRunner
 from megaasync.schedules import make_phases
 from megaasync.train.sizes import needs_of
 
@@ -83,7 +85,7 @@ class Visit:
 
 def solve(problem: Problem, setting: Setting) -> Iterator[Visit]:
     """Run the executor; one visit per step."""
-    optimizer, device = setting.optimizer, torch.device("cpu")
+    rule_config, device = setting.optimizer, torch.device("cpu")
     name = "1f1b" if setting.delay == 0 else "2bw"
     (phase,) = make_phases(
         name,
@@ -99,51 +101,41 @@ def solve(problem: Problem, setting: Setting) -> Iterator[Visit]:
     )
     needs = needs_of((phase,))
     weight = problem.weight
-    element, matrix = rules_of(optimizer)
+    element, matrix = rules_of(rule_config)
     is_matrix = matrix is not None and weight.dim() == 2
-    route = Route(Role.MATRIX, matrix if is_matrix else element, optimizer.weight_decay, is_matrix)
+    route = Route(Role.MATRIX, matrix if is_matrix else element, rule_config.weight_decay, is_matrix)
     layout = FlatLayout({"weight": tuple(weight.shape)}, {"weight": route})
-    stage = PipelineStage(
+    optimizer = StageOptimizer(layout, [weight.detach()], dtype=weight.dtype, learning_rate=lambda update: setting.lr)
+    shared = make_shared_parts(
         problem,
         layout,
-        StageOptimizer(layout, [weight.detach()], dtype=weight.dtype, learning_rate=lambda update: setting.lr),
-        index=0,
-        num_stages=1,
         num_versions=needs.versions[0],
         num_gradient_buffers=needs.gradient_buffers[0],
+        gradient_dtype=weight.dtype,
     )
+    place = StagePlace(0, 1)
+    update = StageUpdate(place, shared, optimizer)
     recorder = Recorder(0, traced=False, synchronize=None, enabled=False)
-    updates = Updates(
-        [stage],
-        num_stages=1,
-        num_microbatches=1,
-        max_skipped=0,
-        clip_grad_norm=None,
-        norm=ALONE,
-        ends=None,
-        looks_ahead=setting.corrected,
-        compensates=False,
-        overlap=False,
+    runner = StepRunner(
+        [update],
+        StepPolicy(1, 1, error_feedback=setting.corrected, overlap=False, timeout=_TIMEOUT),
+        norm_group=ALONE,
+        embedding_group=None,
         device=device,
-        timeout=_TIMEOUT,
         recorder=recorder,
     )
     transport = Transport(TensorSpec((1,), weight.dtype, device), posted_ahead=2, max_outstanding=3, timeout=_TIMEOUT)
     executor = Executor(
-        [stage],
+        [StageCompute(place, shared)],
         _Steps(),
-        updates,
+        runner,
         Channels(phase.schedule.rank_of_stage, rank=0, transport=transport, peers=(0,), groups={}),
-        rank=0,
-        name="rank 0",
-        counts=True,
-        device=device,
-        group=ALONE,
+        place=RankPlace(0, "rank 0", reports_loss=True, device=device, group=ALONE),
         recorder=recorder,
     )
     try:
-        for result in executor.run(phase, 0, setting.steps, settle=True):
-            z = stage.master[: weight.numel()].view(weight.shape)
+        for result in executor.run(phase, 0, setting.steps, flush=True):
+            z = update.master[: weight.numel()].view(weight.shape)
             yield Visit(result.loss, result.grad_norm, z.to(torch.float64, copy=True))
     finally:
         executor.close()
