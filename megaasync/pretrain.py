@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -227,12 +227,18 @@ def _run_here(config: Config, prepared: Any, claim: Claim, *, began: float) -> N
         return
 
 
-def pretrain(plain: dict[str, Any], *, is_from_folder: bool = False) -> None:
+def pretrain(
+    plain: Mapping[str, Any],
+    *,
+    is_from_folder: bool = False,
+    on_folder: Callable[[Path], None] = lambda folder: None,
+) -> None:
     """Run one config: checked first, then on as many ranks as the layout needs.
 
     Args:
         plain: the config as plain dicts, as Hydra or a file gives it.
         is_from_folder: it is the config.yaml of its run folder, which stays as it is.
+        on_folder: is called with the run folder as soon as it is claimed.
 
     Raises:
         SystemExit: 2 for the user's mistakes, 1 for a failed rank, 130 for an interrupt.
@@ -248,6 +254,8 @@ def pretrain(plain: dict[str, Any], *, is_from_folder: bool = False) -> None:
     try:
         environment = launched_environment()
         config = validate(resolve_data(read(Config, plain), environment))
+        if is_from_folder:
+            check_secrets(config)
         if config.dry_run:
             _print_plan(config)
             return
@@ -259,11 +267,10 @@ def pretrain(plain: dict[str, Any], *, is_from_folder: bool = False) -> None:
             )
         _check_world(config, environment)
         is_first = environment is None or environment.rank == 0
-        if is_from_folder:
-            check_secrets(config)
         prepared, claim = _prepare(config, is_first=is_first, writes_config=not is_from_folder)
         if claim is not None:
             config = with_folder(config, claim.folder)
+            on_folder(claim.folder)
         if environment is None:
             _run_here(config, prepared, claim, began=began)
         else:
@@ -358,7 +365,7 @@ def main() -> None:
     if path is not None:
         _pretrain_from_file(path)
     else:
-        run_app(pretrain)
+        run_app(pretrain, reports_folder=True)
 
 
 if __name__ == "__main__":

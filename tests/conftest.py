@@ -1,8 +1,17 @@
 """Slow checks are chosen by area: `pytest -m slow --area engine`."""
 
+import signal
+
 import pytest
 
 AREAS = ("engine", "layouts", "study", "survive", "cluster", "data", "out")
+
+
+# Started in the background of a script, or under nohup, this process has inherited signals that are ignored, and would
+# hand that on to the commands that tests send them to.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_addoption(parser):

@@ -194,14 +194,15 @@ class _Job:
     """What Hydra calls for every config, here or in a process of one of its launchers: it must survive pickling.
 
     Attributes:
-        task: gets the plain config.
+        task: gets the plain config, and `on_folder` if it reports its run folder.
         secrets: names that the command line gave.
         records: folder for what became of the runs of a sweep; None outside of one.
     """
 
-    task: Callable[[dict[str, Any]], None]
+    task: Callable[..., None]
     secrets: tuple[str, ...]
     records: Path | None
+    reports_folder: bool = False
 
     def __call__(self, config: DictConfig) -> None:
         """Run one config; a run of a sweep that fails leaves a record and does not cost the others."""
@@ -234,17 +235,17 @@ class _Job:
             variables().update(take_secrets(plain, variables()))
             number, run = sweep_number(), plain.get("run")
             if number is not None and isinstance(run, dict) and isinstance(run.get("dir"), str):
-                run["dir"] = str(Path(run["dir"]) / str(number))
+                run["dir"] = facts["folder"] = str(Path(run["dir"]) / str(number))
         except ConfigError as error:
             fail(str(error), status=CONFIG_ERROR_STATUS)
         try:
-            self.task(plain)
+            if self.reports_folder:
+                self.task(plain, on_folder=lambda folder: facts.update(folder=str(folder)))
+            else:
+                self.task(plain)
         except Exception:  # a fault of ours, not of Hydra's or the user's
             traceback.print_exc()
             raise SystemExit(1) from None
-        finally:
-            run = plain.get("run")
-            facts["folder"] = run.get("dir") if isinstance(run, dict) else None
 
 
 def _flags_first(arguments: Sequence[str]) -> list[str]:
@@ -314,7 +315,9 @@ def _validation_loss(folder: str | None) -> str:
     return f"{loss:.4f}" if isinstance(loss, float) else "-"
 
 
-def run_app(task: Callable[[dict[str, Any]], None], *, name: str = "pretrain", collects: bool = False) -> None:
+def run_app(
+    task: Callable[..., None], *, name: str = "pretrain", collects: bool = False, reports_folder: bool = False
+) -> None:
     """Compose the config from the command line and call `task(config)` with a plain dict, once per sweep job.
 
     In a sweep with `run.dir` set, job n gets the folder run.dir/n. A run that fails does not cost the others: the
@@ -324,6 +327,7 @@ def run_app(task: Callable[[dict[str, Any]], None], *, name: str = "pretrain", c
         task: importable by name.
         name: of the command, for --help.
         collects: the task only gathers the configs; the sweep itself has nothing to tell.
+        reports_folder: the task takes `on_folder`, and calls it with its run folder.
 
     Raises:
         SystemExit: status 2 for a wrong config, or what the task decides.
@@ -352,7 +356,7 @@ def run_app(task: Callable[[dict[str, Any]], None], *, name: str = "pretrain", c
                 old.unlink()
             if not any(one.startswith("hydra.sweep.dir=") for one in sys.argv):
                 sys.argv.append(f"hydra.sweep.dir={hydra_quoted(str(records))}")
-        job = _Job(task, tuple(secrets), records)
+        job = _Job(task, tuple(secrets), records, reports_folder)
         app = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="pretrain")(job.__call__)
         try:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):

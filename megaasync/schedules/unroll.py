@@ -84,9 +84,8 @@ def unroll(schedule: PipelineSchedule, segment: Segment, *, rank: int, flush: bo
         base += 1
     end = segment.end  # not `base`, which is past it if the run was cut short in the step it had begun
     for stage in done:
-        yield from catch_up(
-            stage, end if flush and not segment.is_cut_short else schedule.version(stage=stage, step=end)
-        )
+        newest = schedule.version(stage=stage, step=end)
+        yield from catch_up(stage, end if flush and not segment.is_cut_short else newest)
 
 
 def unroll_all(

@@ -53,13 +53,28 @@ def read_simple(path: Path) -> dict[str, Any]:
     return root
 
 
+def _with_defaults(path: Path) -> dict[str, Any]:
+    """A file of a group on top of the one that its `defaults: [_name]` names."""
+    own = read_simple(path)
+    match = re.search(r"^defaults: \[(\w+)\]$", path.read_text(), re.MULTILINE)
+    return own if match is None else _merged(_with_defaults(path.with_name(f"{match.group(1)}.yaml")), own)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(below.get(key), dict)
+        merged[key] = _merged(below[key], value) if both else value
+    return merged
+
+
 def compose(groups: dict[str, str], overrides: dict[str, Any]) -> dict[str, Any]:
     """The main config with its groups, or those that are given, and then single values, keys as `train.steps`."""
     main = _CONFIGS / "pretrain.yaml"
     plain, defaults = read_simple(main), dict(re.findall(r"^  - (\w+): (\w+)$", main.read_text(), re.MULTILINE))
     del defaults["experiment"]
     for group, choice in (defaults | groups).items():
-        plain[group] = read_simple(_CONFIGS / group / f"{choice}.yaml")
+        plain[group] = _with_defaults(_CONFIGS / group / f"{choice}.yaml")
     for key, value in overrides.items():
         *above, last = key.split(".")
         inner = plain
