@@ -1,8 +1,12 @@
 """Slow checks are chosen by area: `pytest -m slow --area engine`."""
 
+import os
 import signal
 
 import pytest
+
+# Tests compute on tensors of a few kilobytes, two workers at a time on two cores: more threads only get in the way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 AREAS = ("engine", "layouts", "study", "survive", "cluster", "data", "out")
 

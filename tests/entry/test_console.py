@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -74,30 +75,34 @@ def test_a_long_tmpdir_is_not_used_for_sockets(tmp_path):
     assert not list(long.iterdir())
 
 
-def private_folders():
-    return {path for path in Path("/tmp").glob("megaasync-*") if (path / "alive").exists()}
+@pytest.fixture
+def short_folder():
+    """A folder for temporary files that nobody else uses, with a path short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.mark.parametrize("whom", ["launcher", "all"])
-def test_a_killed_run_leaves_no_sockets_behind(tmp_path, whom):
+def test_a_killed_run_leaves_no_sockets_behind(tmp_path, short_folder, whom):
     """The ranks remove the folder of a launcher that was killed; of a run killed as a whole, the next one does."""
-    before = private_folders()
     process = subprocess.Popen(
-        command(*TWO, "train.steps=100000"), cwd=tmp_path, env=environment(TMPDIR="/tmp"), start_new_session=True,
-        stdout=subprocess.DEVNULL,
+        command(*TWO, "train.steps=100000"), cwd=tmp_path, env=environment(TMPDIR=str(short_folder)),
+        start_new_session=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "run/metrics.jsonl").exists() or not metrics(tmp_path / "run"):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
-    (own,) = private_folders() - before
-    assert own.stat().st_mode & 0o777 == 0o700
-    (process.kill if whom == "launcher" else lambda: os.killpg(process.pid, signal.SIGKILL))()
-    process.wait()
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "run/metrics.jsonl").exists() or not metrics(tmp_path / "run"):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        (own,) = (path for path in short_folder.glob("megaasync-*") if (path / "alive").exists())
+        assert own.stat().st_mode & 0o777 == 0o700
+    finally:
+        (process.kill if whom == "launcher" else lambda: os.killpg(process.pid, signal.SIGKILL))()
+        process.wait()
     if whom == "all":
         deadline = time.monotonic() + 10
         while own.exists() and time.monotonic() < deadline:
-            remove_orphans(Path("/tmp"))
+            remove_orphans(short_folder)
             time.sleep(0.1)
     while own.exists() and time.monotonic() < deadline + 60:
         time.sleep(0.1)
