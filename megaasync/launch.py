@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from megaasync.checkpoint.folders import read_meta
-from megaasync.checkpoint.settings import check_settings
+from megaasync.checkpoint.compatibility import check_settings
+from megaasync.checkpoint.paths import read_meta
 from megaasync.cluster.docker import docker_command
 from megaasync.cluster.record import LAUNCH_RECORD, code_hash, environment_record
 from megaasync.cluster.script import Job, JobRun, render_script
@@ -36,7 +36,7 @@ from megaasync.entry.hydra_app import (
 )
 from megaasync.entry.launch_checks import check_files, needed_folders
 from megaasync.entry.run_config import check_secrets, sha256_of
-from megaasync.entry.run_folder import new_run_folder, where_to_go_on
+from megaasync.entry.run_folder import find_resume_point, new_run_folder
 from megaasync.observe.run_files import write_json, write_text
 from megaasync.pretrain import resolve_data, with_folder
 
@@ -85,7 +85,7 @@ def _write_run(wanted: _Wanted, folder: Path, record: dict[str, Any], plan: dict
     """
     check_no_job(folder)
     if (folder / "metrics.jsonl").exists():
-        found = where_to_go_on(wanted.config, folder)
+        found = find_resume_point(wanted.config, folder)
         if found is not None:
             check_settings(read_meta(found), wanted.config, found)
         print(f"{folder} holds this run already; it goes on from {found or 'its beginning'}")

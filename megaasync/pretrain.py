@@ -18,7 +18,7 @@ import yaml
 
 from megaasync.cluster.script import ENDED
 from megaasync.config import Config, ConfigError, phases_of, read, to_plain, validate
-from megaasync.config.layout import AXES
+from megaasync.config.parallel_dims import AXES
 from megaasync.data import DataError
 from megaasync.distributed import DeviceError, TransportError
 from megaasync.distributed.environment import RankEnvironment, launched_environment
@@ -41,7 +41,7 @@ def resolve_data(config: Config, environment: RankEnvironment | None) -> Config:
     parallel, counts = config.parallel, (config.cluster.nodes, config.cluster.ranks_per_node or 1)
     if parallel.data != "auto" or min(parallel.tensor, parallel.expert, parallel.pipeline, *counts) < 1:
         return config  # the rules will say what is wrong
-    others, cluster = replace(config.layout, data=1).world_size, config.cluster
+    others, cluster = replace(config.parallel_dims, data=1).world_size, config.cluster
     if environment is not None:
         launched, where = environment.world_size, f"the WORLD_SIZE={environment.world_size} that was launched"
     elif cluster.ranks_per_node is not None:
@@ -64,7 +64,7 @@ def with_folder(config: Config, folder: Path) -> Config:
 
 def _check_world(config: Config, environment: RankEnvironment | None) -> None:
     if environment is not None and environment.world_size != config.world_size:
-        layout, launched = config.layout, environment.world_size
+        layout, launched = config.parallel_dims, environment.world_size
         others = replace(layout, data=1).world_size
         remedy = f"parallel.data={launched // others}" if launched % others == 0 else "other degrees"
         raise ConfigError(
@@ -137,11 +137,11 @@ class _EndedItself(Interrupted):
     """The run has ended early without a signal to this process."""
 
 
-def _note_end(folder: Path, status: int, *, may_go_well: bool) -> bool:
+def _write_end_status(folder: Path, status: int, *, retryable: bool) -> bool:
     """Write a rank's status down for the batch script; True on the first rank of the job that does."""
     try:
         with (folder / ENDED).open("x") as file:
-            file.write(f"{status} {'again' if may_go_well else 'final'}\n")
+            file.write(f"{status} {'again' if retryable else 'final'}\n")
     except FileExistsError:
         return False
     except OSError:
@@ -149,7 +149,7 @@ def _note_end(folder: Path, status: int, *, may_go_well: bool) -> bool:
     return True
 
 
-def _end_rank(message: str, status: int, job_folder: Path | None, claim: Claim | None, *, may_go_well: bool) -> None:
+def _end_rank(message: str, status: int, job_folder: Path | None, claim: Claim | None, *, retryable: bool) -> None:
     """End one rank of a group at once: on the way out of Python its group might hang or abort when a peer is gone.
 
     srun tells the highest status of its tasks, and ends the slower ones; so the first rank of a job that ends badly
@@ -160,13 +160,13 @@ def _end_rank(message: str, status: int, job_folder: Path | None, claim: Claim |
         status: of the process.
         job_folder: run folder of a SLURM job; None outside of one.
         claim: on the run folder, if this rank has one.
-        may_go_well: another try may.
+        retryable: another try may.
     """
     if message:
         prefix = "" if status == INTERRUPTED_STATUS else "error: "  # a planned end is none
         print(f"{prefix}{message}", file=sys.stderr)
     if job_folder is not None:
-        _note_end(job_folder, status, may_go_well=may_go_well)
+        _write_end_status(job_folder, status, retryable=retryable)
     if claim is not None:
         claim.close()
     for stream in (sys.stdout, sys.stderr):
@@ -206,7 +206,7 @@ def _run_here(config: Config, prepared: Any, claim: Claim, *, began: float) -> N
                 hang_seconds=config.parallel.timeout_seconds,
             )
         except RankFailed as error:
-            if not error.is_fault or not config.run.max_restarts:
+            if not error.is_retryable or not config.run.max_restarts:
                 raise
             claim.begin_again()
             restart = 1 if claim.step > before else restart + 1
@@ -245,11 +245,11 @@ def pretrain(
     """
     environment, claim, began = None, None, perf_counter()
 
-    def end(message: str, status: int, *, may_go_well: bool = False) -> None:
+    def end(message: str, status: int, *, retryable: bool = False) -> None:
         """Say it and end, with a note for the batch script on whether another try may go well."""
         if environment is None:
             fail(message, status=status)
-        _end_rank(message, status, _job_folder(plain, claim), claim, may_go_well=may_go_well)
+        _end_rank(message, status, _job_folder(plain, claim), claim, retryable=retryable)
 
     try:
         environment = launched_environment()
@@ -287,7 +287,7 @@ def pretrain(
     except TrainingError as error:  # of this process's own rank
         end(str(error), 1)
     except TransportError as error:
-        end(str(error), 1, may_go_well=True)
+        end(str(error), 1, retryable=True)
     except OSError as error:
         end(explain_file_error(error), CONFIG_ERROR_STATUS)
     except RankFailed as error:
@@ -308,7 +308,7 @@ def pretrain(
         if environment is None:
             raise
         traceback.print_exc()
-        end(f"rank {environment.rank}: {type(error).__name__}: {error}", 1, may_go_well=True)
+        end(f"rank {environment.rank}: {type(error).__name__}: {error}", 1, retryable=True)
     finally:
         if claim is not None:
             claim.close()
@@ -316,7 +316,7 @@ def pretrain(
 
 def _rank_names(config: Config) -> list[str]:
     """Ranks with their pipeline stages and, of axes with several ranks, where they stand; for messages."""
-    schedule, layout = phases_of(config)[0].schedule, config.layout
+    schedule, layout = phases_of(config)[0].schedule, config.parallel_dims
     names = []
     for rank in range(layout.world_size):
         stages = ", ".join(map(str, schedule.stages_of(layout.coordinate(rank, "pipeline"))))
@@ -349,8 +349,8 @@ def _pretrain_from_file(path: Path) -> None:
         if environment is None:
             fail(str(error), status=CONFIG_ERROR_STATUS)
         # every rank reads the same file, and srun ends the slower ones: the first one speaks
-        is_first = _note_end(path.parent, CONFIG_ERROR_STATUS, may_go_well=False)
-        _end_rank(str(error) if is_first else "", CONFIG_ERROR_STATUS, None, None, may_go_well=False)
+        is_first = _write_end_status(path.parent, CONFIG_ERROR_STATUS, retryable=False)
+        _end_rank(str(error) if is_first else "", CONFIG_ERROR_STATUS, None, None, retryable=False)
     except Interrupted:
         fail("interrupted", status=INTERRUPTED_STATUS)
     pretrain(plain, is_from_folder=True)

@@ -41,7 +41,7 @@ def run_rank(environment: Any, plain: dict[str, Any], folder: Path | None) -> di
     """One run on one rank: seconds of its steps, of its saves' pauses, of a copy of its state; bytes of the state."""
     build = importlib.import_module("megaasync.train.build")
     groups = importlib.import_module("megaasync.distributed.groups")
-    keeper = importlib.import_module("megaasync.checkpoint.keeper")
+    keeper = importlib.import_module("megaasync.checkpoint.writer")
     torch = importlib.import_module("torch")
     prepare = importlib.import_module("megaasync.data.prepare")
     timedelta = importlib.import_module("datetime").timedelta
@@ -49,7 +49,7 @@ def run_rank(environment: Any, plain: dict[str, Any], folder: Path | None) -> di
     device = groups.choose_device(config.device, local_rank=environment.local_rank)
     groups.join_group(environment, device=device, timeout=timedelta(seconds=60))
     times, pauses, copies, sizes = _Times(), [], [], []
-    original = keeper.CheckpointKeeper.save
+    original = keeper.AsyncCheckpointWriter.save
 
     def timed(self: Any, step: int, entries: Any, *args: Any, **kwargs: Any) -> None:
         self.wait()  # the interval is chosen so that this is none
@@ -62,7 +62,7 @@ def run_rank(environment: Any, plain: dict[str, Any], folder: Path | None) -> di
         memory.clone()
         copies.append(time.perf_counter() - start)
 
-    keeper.CheckpointKeeper.save = timed
+    keeper.AsyncCheckpointWriter.save = timed
     files = None if folder is None else build.CheckpointFiles(folder, None, print)
     prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, say=lambda line: None)
     trainer = build.build_trainer(

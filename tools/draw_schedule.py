@@ -19,7 +19,7 @@ from megaasync.schedules import (
     SCHEDULES,
     Costs,
     ScheduleError,
-    ScheduleReport,
+    ScheduleMetrics,
     Span,
     build_schedule,
     check,
@@ -115,7 +115,7 @@ def draw(path: Path, spans: list[Span], *, title: str, unit: str, start: float, 
     print(path)
 
 
-def describe(figures: ScheduleReport) -> str:
+def describe(figures: ScheduleMetrics) -> str:
     """The figures of a plan."""
     return "\n".join(
         (

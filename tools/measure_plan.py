@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megaasync.config import Config, ConfigError, phases_of, read, validate
-from megaasync.config.layout import local_range
+from megaasync.config.parallel_dims import local_range
 from megaasync.data.microbatches import Microbatch
 from megaasync.distributed.mesh import Mesh
 from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, fail, run_app
@@ -33,7 +33,7 @@ from megaasync.pipeline.stage_compute import StageCompute
 from megaasync.pretrain import resolve_data
 from megaasync.train.groups import make_groups
 from megaasync.train.plan import make_plan
-from megaasync.train.sizes import DTYPES, needs_of
+from megaasync.train.sizes import DTYPES, buffers_required
 from megaasync.train.stages import build_stage
 
 _CPU = torch.device("cpu")
@@ -126,8 +126,8 @@ def measure_rank(config: Config, rank: int) -> dict[str, int]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
     try:
         phases = phases_of(config)
-        schedule, needs = phases[0].schedule, needs_of(phases)
-        mesh = Mesh(config.layout, rank=rank, device_type="cpu", timeout=timedelta(seconds=60))
+        schedule, needs = phases[0].schedule, buffers_required(phases)
+        mesh = Mesh(config.parallel_dims, rank=rank, device_type="cpu", timeout=timedelta(seconds=60))
         groups = make_groups(mesh, schedule)
         found = dict.fromkeys(("weights", "gradients", "master", "optimizer_state", "activations"), 0)
         tokens = config.train.micro_batch_size * config.model.seq_length // config.parallel.tensor
@@ -152,7 +152,7 @@ def measure_rank(config: Config, rank: int) -> dict[str, int]:
 def planned_rank(config: Config, rank: int) -> dict[str, int]:
     """The same by the plan, whose figures are of the rank with most among those of a stage."""
     schedule, found = phases_of(config)[0].schedule, {}
-    mine = schedule.stages_of(config.layout.coordinate(rank, "pipeline"))
+    mine = schedule.stages_of(config.parallel_dims.coordinate(rank, "pipeline"))
     for line in make_plan(config)["stages"]:
         if line["stage"] in mine:
             for kind, count in line["bytes"].items():

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaasync.checkpoint.folders import MARK, Found, checkpoints_in, look_at, read_meta, wrong_files
+from megaasync.checkpoint.paths import MARK, Found, checkpoints_in, inspect_checkpoint, read_meta, wrong_files
 from megaasync.config import ConfigError
 
 
@@ -26,7 +26,7 @@ def _found_in(folder: Path) -> list[Found]:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder")
     if (folder / MARK).exists() or folder.name.startswith("step_"):
-        return [look_at(folder)]
+        return [inspect_checkpoint(folder)]
     found = checkpoints_in(folder) or checkpoints_in(folder / "checkpoints")
     if not found:
         raise ConfigError(f"{folder}: no checkpoints in it; give a run folder, its checkpoints/ or one step_... of it")

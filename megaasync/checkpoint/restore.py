@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from megaasync.checkpoint.settings import FORMAT
-from megaasync.checkpoint.stage_state import Entries, StageState, merged
-from megaasync.checkpoint.transfer import load
+from megaasync.checkpoint.compatibility import FORMAT
+from megaasync.checkpoint.dcp_io import load
+from megaasync.checkpoint.stage_state import ShardedStateDict, StageState, merged
 from megaasync.config.schema import ConfigError
 from megaasync.pipeline.step_runner import PendingStep, StepRunner
 from megaasync.pipeline.step_stats import StepResult
@@ -89,7 +89,9 @@ def describe(
     }
 
 
-def entries_at(states: Sequence[StageState], step: int, *, schedule: PipelineSchedule, compensates: bool) -> Entries:
+def entries_at(
+    states: Sequence[StageState], step: int, *, schedule: PipelineSchedule, compensates: bool
+) -> ShardedStateDict:
     """Everything of this rank's stages, after `step` batches under a schedule; views."""
     parts = []
     for state in states:
@@ -107,7 +109,7 @@ class _Loader:
     def __init__(self, path: Path, group: dist.ProcessGroup | None) -> None:
         self._path, self._group = path, group
 
-    def __call__(self, entries: Entries) -> None:
+    def __call__(self, entries: ShardedStateDict) -> None:
         with torch.no_grad():
             load(entries, self._path, group=self._group)
 

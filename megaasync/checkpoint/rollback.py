@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from megaasync.checkpoint.folders import remove_leftovers, set_aside_newer
+from megaasync.checkpoint.paths import remove_leftovers, set_aside_newer
 from megaasync.observe.run_files import iterate_metrics, write_lines
 
 
-def go_back(folder: Path, step: int) -> None:
+def rollback_to(folder: Path, step: int) -> None:
     """Make a run folder what it was after a step; newer checkpoints are renamed, not deleted."""
     root = folder / "checkpoints"
     remove_leftovers(root)

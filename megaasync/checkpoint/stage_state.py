@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megaasync.checkpoint.pieces import Pieces
+from megaasync.checkpoint.chunks import TensorChunks
 from megaasync.distributed.sharding import Shape
-from megaasync.optim.flat_layout import Run
+from megaasync.optim.flat_param_layout import Run
 from megaasync.pipeline.stage_update import StageUpdate
 
-Entries = dict[str, Pieces]
+ShardedStateDict = dict[str, TensorChunks]
 
 
 class StageState:
@@ -55,11 +55,11 @@ class StageState:
             if low < high:
                 yield name, low - start, low - run.start, high - run.start
 
-    def _flat(self, entries: Entries, prefix: str, run: Run, tensor: Tensor, suffix: str = "") -> None:
-        """Pieces of a contiguous tensor with one element per element of the run."""
+    def _flat(self, entries: ShardedStateDict, prefix: str, run: Run, tensor: Tensor, suffix: str = "") -> None:
+        """TensorChunks of a contiguous tensor with one element per element of the run."""
         flat = tensor.view(-1)
         for name, first, low, high in self._members(run):
-            pieces = entries.setdefault(f"{prefix}/{name}{suffix}", Pieces(self._shapes[name], tensor.dtype))
+            pieces = entries.setdefault(f"{prefix}/{name}{suffix}", TensorChunks(self._shapes[name], tensor.dtype))
             pieces.add_run(
                 flat[low:high],
                 local_shape=self._local_shapes[name],
@@ -75,25 +75,25 @@ class StageState:
             for number in range((high - low) // (rows * cols)):
                 is_stack = len(self._shapes[name]) == 3
                 found.append((name, self._offsets[name][0] + first // (rows * cols) + number if is_stack else 0))
-        if run.homes is None:
+        if run.owners is None:
             return found
-        before = sum(run.homes.counts[: run.homes.index])
-        return found[before : before + run.homes.counts[run.homes.index]]
+        before = sum(run.owners.counts[: run.owners.index])
+        return found[before : before + run.owners.counts[run.owners.index]]
 
-    def _of_matrices(self, entries: Entries, run: Run, key: str, tensor: Tensor) -> None:
-        """Pieces of a rule's state [n, ...] of n whole matrices."""
+    def _of_matrices(self, entries: ShardedStateDict, run: Run, key: str, tensor: Tensor) -> None:
+        """TensorChunks of a rule's state [n, ...] of n whole matrices."""
         for number, (name, place) in enumerate(self._matrices(run)):
             one, is_stack = tensor[number], len(self._shapes[name]) == 3
             shape = (self._shapes[name][0], *one.shape) if is_stack else tuple(one.shape)
             offsets = (place, *(0,) * one.dim()) if is_stack else (0,) * one.dim()
-            pieces = entries.setdefault(f"state/{name}/{key}", Pieces(shape, tensor.dtype))
+            pieces = entries.setdefault(f"state/{name}/{key}", TensorChunks(shape, tensor.dtype))
             pieces.boxes[offsets] = one.unsqueeze(0) if is_stack else one
 
-    def optimizer_entries(self) -> Entries:
+    def optimizer_entries(self) -> ShardedStateDict:
         """Masters, states, memories and routers: all but what the delay leaves pending."""
         optimizer, entries = self.stage.optimizer, {}
         for run, state, memory in zip(optimizer.layout.runs, optimizer.states, optimizer.memories, strict=True):
-            self._flat(entries, "master", run, run.view_owned(optimizer.master))
+            self._flat(entries, "master", run, run.view_shard(optimizer.master))
             for key, tensor in memory.items():
                 self._flat(entries, "memory", run, tensor, f"/{key}")
             for key, tensor in state.items():
@@ -110,16 +110,16 @@ class StageState:
                 entries[f"router/{layer}/fractions"] = _whole(fractions)
         return entries
 
-    def version_entries(self, *, version: int, number: int) -> Entries:
+    def version_entries(self, *, version: int, number: int) -> ShardedStateDict:
         """Shares of a published version, to be gathered after a load."""
-        entries: Entries = {}
+        entries: ShardedStateDict = {}
         for run in self.stage.optimizer.layout.runs:
             self._flat(entries, f"weights/{number}", run, run.view(self.stage.versions.flat(version)))
         return entries
 
-    def gradient_entries(self, *, step: int, number: int) -> Entries:
+    def gradient_entries(self, *, step: int, number: int) -> ShardedStateDict:
         """Shares of the summed gradient of a pending batch, and its experts' loads."""
-        entries: Entries = {}
+        entries: ShardedStateDict = {}
         for run in self.stage.optimizer.layout.runs:
             self._flat(entries, f"gradient/{number}", run, run.view(self.stage.gradients.sum_of(step)))
         if self.stage.balance is not None:
@@ -128,25 +128,25 @@ class StageState:
         return entries
 
 
-def _whole(tensor: Tensor) -> Pieces:
-    return Pieces(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor})
+def _whole(tensor: Tensor) -> TensorChunks:
+    return TensorChunks(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor})
 
 
-def merged(parts: Sequence[Entries]) -> Entries:
-    """Entries of several stages of a rank; a tied embedding is in two of them, equal."""
-    entries: Entries = {}
+def merged(parts: Sequence[ShardedStateDict]) -> ShardedStateDict:
+    """ShardedStateDict of several stages of a rank; a tied embedding is in two of them, equal."""
+    entries: ShardedStateDict = {}
     for part in parts:
         for name, pieces in part.items():
-            entries.setdefault(name, Pieces(pieces.shape, pieces.dtype)).boxes.update(pieces.boxes)
+            entries.setdefault(name, TensorChunks(pieces.shape, pieces.dtype)).boxes.update(pieces.boxes)
     return entries
 
 
-def bytes_of(entries: Entries) -> int:
+def bytes_of(entries: ShardedStateDict) -> int:
     """Of this rank's pieces."""
     return sum(pieces.nbytes for pieces in entries.values())
 
 
-def copied(entries: Entries) -> Entries:
+def copied(entries: ShardedStateDict) -> ShardedStateDict:
     """The one copy that a save makes the pipeline wait for."""
     with torch.no_grad():
         return {name: pieces.copied() for name, pieces in entries.items()}

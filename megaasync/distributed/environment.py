@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaasync.config import ConfigError
-from megaasync.distributed.slurm import expand_tasks, meeting_place
+from megaasync.distributed.slurm import expand_tasks, rendezvous_endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class RankEnvironment:
         rank, world_size: in the whole job.
         local_rank, local_world_size: on this host.
         init_method: how to meet the others, for torch.distributed.
-        board: file of the launcher's `ActionBoard`, if it has one.
+        board: file of the launcher's `HeartbeatFile`, if it has one.
         restart: how often the launcher has started the ranks again.
     """
 
@@ -109,7 +109,7 @@ def _of_srun(env: Mapping[str, str]) -> RankEnvironment:
     if "MASTER_ADDR" in env and "MASTER_PORT" in env:
         address = _address(env)
     else:
-        host, port = meeting_place(env)
+        host, port = rendezvous_endpoint(env)
         address = f"tcp://{host}:{port}"
     return RankEnvironment(rank, world_size, local_rank, local_world, address)
 

@@ -12,7 +12,7 @@ from torch.distributed.rendezvous import rendezvous
 from megaasync.distributed import DeviceError, TransportError
 from megaasync.distributed.environment import RankEnvironment, cpu_count, prepare_cuda, prepare_gloo
 
-_MEETING_TIMEOUT = timedelta(minutes=5)  # containers and imports take different times on different hosts
+RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # containers and imports take different times on different hosts
 
 
 def choose_device(name: str, *, local_rank: int) -> torch.device:
@@ -91,7 +91,7 @@ def join_group(environment: RankEnvironment, *, device: torch.device, timeout: t
         torch.cuda.set_device(device)
     if environment.world_size == 1:
         return
-    timeout = max(timeout, _MEETING_TIMEOUT)
+    timeout = max(timeout, RENDEZVOUS_TIMEOUT)
     if device.type == "cpu":
         prepare_gloo()
     try:

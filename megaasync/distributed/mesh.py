@@ -9,7 +9,7 @@ from datetime import timedelta
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megaasync.config.layout import AXES, Layout
+from megaasync.config.parallel_dims import AXES, ParallelDims
 from megaasync.distributed.rank_group import ALONE, RankGroup
 
 
@@ -17,40 +17,40 @@ class Mesh:
     """The mesh as one rank sees it; the default process group must be there if there are several ranks.
 
     Attributes:
-        layout: sizes of the axes.
+        dims: sizes of the axes.
         rank: this rank.
         device_mesh: torch's; None for a single rank.
     """
 
-    def __init__(self, layout: Layout, *, rank: int, device_type: str, timeout: timedelta) -> None:
+    def __init__(self, dims: ParallelDims, *, rank: int, device_type: str, timeout: timedelta) -> None:
         """Lay the ranks out.
 
         Args:
-            layout: sizes of the axes.
+            dims: sizes of the axes.
             rank: this rank.
             device_type: cpu or cuda.
             timeout: longest wait for other ranks.
         """
-        self.layout, self.rank = layout, rank
+        self.dims, self.rank = dims, rank
         self._timeout = timeout
         self._wait = timeout if device_type == "cpu" else None  # NCCL's own watchdog ends a hung process
-        sizes = tuple(getattr(layout, axis) for axis in AXES)
-        several = layout.world_size > 1
+        sizes = tuple(getattr(dims, axis) for axis in AXES)
+        several = dims.world_size > 1
         self.device_mesh: DeviceMesh | None = (
             init_device_mesh(device_type, sizes, mesh_dim_names=AXES) if several else None
         )
 
     def coordinate(self, axis: str) -> int:
         """Where this rank stands on an axis."""
-        return self.layout.coordinate(self.rank, axis)
+        return self.dims.coordinate(self.rank, axis)
 
     def ranks_along(self, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from this one in these axes only."""
-        return self.layout.ranks_along(self.rank, axes)
+        return self.dims.ranks_along(self.rank, axes)
 
     def axis_group(self, axis: str) -> RankGroup:
         """The DeviceMesh's own group of an axis: for what the layers send."""
-        size = getattr(self.layout, axis)
+        size = getattr(self.dims, axis)
         if size == 1:
             return ALONE
         return RankGroup(self.device_mesh.get_group(axis), self.coordinate(axis), size, self._wait)
@@ -66,7 +66,7 @@ class Mesh:
         return self._new_group(ends if self.rank in ends else (self.rank,))
 
     def _new_group(self, ranks: tuple[int, ...]) -> RankGroup:
-        if self.layout.world_size == 1:
+        if self.dims.world_size == 1:
             return ALONE
         # made even for one rank: torch names a group by its ranks and by how many groups there are
         group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)

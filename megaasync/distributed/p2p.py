@@ -32,7 +32,7 @@ class Receiver:
     """Takes messages from one peer in the order in which they were sent."""
 
     def __init__(
-        self, peer: int, spec: TensorSpec, group: dist.ProcessGroup, *, posted_ahead: int, timeout: timedelta | None
+        self, peer: int, spec: TensorSpec, group: dist.ProcessGroup, *, prefetch_recvs: int, timeout: timedelta | None
     ) -> None:
         """A channel's end.
 
@@ -40,16 +40,16 @@ class Receiver:
             peer: rank in the default group.
             spec: of every message.
             group: of this direction.
-            posted_ahead: receives that wait for their message while the rank computes.
+            prefetch_recvs: receives that wait for their message while the rank computes.
             timeout: longest wait for one message, see `wait`.
         """
         self.peer = peer
         self._spec, self._group = spec, group
-        self._posted_ahead, self._timeout = posted_ahead, timeout
+        self._posted_ahead, self._timeout = prefetch_recvs, timeout
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
         self._unposted = 0
 
-    def expect(self, num_messages: int) -> None:
+    def post_recvs(self, num_messages: int) -> None:
         """So many more messages will come; some receives are posted at once."""
         self._unposted += num_messages
         self._post()
@@ -60,7 +60,7 @@ class Receiver:
             self._posted.append((dist.irecv(buffer, self.peer, group=self._group), buffer))
             self._unposted -= 1
 
-    def take(self) -> Tensor:
+    def recv(self) -> Tensor:
         """The next message; waits for it.
 
         Raises:
@@ -72,10 +72,10 @@ class Receiver:
         return buffer
 
     def cancel(self) -> None:
-        """No more messages come: the sender pads those already posted for (`Sender.pad`)."""
+        """No more messages come: the sender pads those already posted for (`Sender.send_padding`)."""
         self._unposted = 0
         while self._posted:
-            self.take()
+            self.recv()
 
 
 def wait(work: dist.Work, timeout: timedelta | None, *, peer: int | None) -> None:
@@ -136,9 +136,9 @@ class Sender:
         if len(self._outstanding) > self._max_outstanding:
             wait(self._outstanding.popleft()[0], self._timeout, peer=self.peer)
 
-    def pad(self, num_unsent: int, *, posted_ahead: int) -> None:
+    def send_padding(self, num_unsent: int, *, prefetch_recvs: int) -> None:
         """Answer the receives that the peer posted ahead for messages that will not be sent after all."""
-        for _ in range(min(num_unsent, posted_ahead)):
+        for _ in range(min(num_unsent, prefetch_recvs)):
             self.send(self._spec.empty())
 
     def flush(self) -> None:
@@ -157,6 +157,6 @@ class LocalChannel:
         """Leave a tensor for the other stage."""
         self._waiting.append(tensor)
 
-    def take(self) -> Tensor:
+    def recv(self) -> Tensor:
         """The oldest one left."""
         return self._waiting.popleft()

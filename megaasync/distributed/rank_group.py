@@ -64,7 +64,7 @@ class RankGroup:
             return
         wait(_reduce_scatter(part.view(-1), whole.view(-1), group=self.handle, async_op=True), self.timeout, peer=None)
 
-    def reduce_shares(self, whole: Tensor, shares: Sequence[slice]) -> None:
+    def reduce_shards(self, whole: Tensor, shares: Sequence[slice]) -> None:
         """Put the sum of each rank's share of a flat tensor into that share, on that rank.
 
         Shares of one size are one collective; else each is reduced to its rank. Other shares are then undefined.
@@ -80,8 +80,8 @@ class RankGroup:
             return
         self._each_share(whole, shares, lambda share, root: dist.reduce(share, root, group=self.handle, async_op=True))
 
-    def gather_shares(self, whole: Tensor, shares: Sequence[slice]) -> None:
-        """Fill a flat tensor, of which each rank has written its share; see `reduce_shares`."""
+    def gather_shards(self, whole: Tensor, shares: Sequence[slice]) -> None:
+        """Fill a flat tensor, of which each rank has written its share; see `reduce_shards`."""
         if self.handle is None:
             return
         if self._are_equal(shares):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megaasync.config.layout import AXES, Layout, local_range
+from megaasync.config.parallel_dims import AXES, ParallelDims, local_range
 
 Shape = tuple[int, ...]
 
@@ -22,15 +22,15 @@ class Sharding:
     dim: int
     reduced_over: tuple[str, ...]
 
-    def local_shape(self, shape: Shape, layout: Layout, *, rank: int) -> Shape:
+    def local_shape(self, shape: Shape, dims: ParallelDims, *, rank: int) -> Shape:
         """Shape of a rank's part."""
-        return tuple(len(one) for one in self.local_ranges(shape, layout, rank=rank))
+        return tuple(len(one) for one in self.local_ranges(shape, dims, rank=rank))
 
-    def local_ranges(self, shape: Shape, layout: Layout, *, rank: int) -> tuple[range, ...]:
+    def local_ranges(self, shape: Shape, dims: ParallelDims, *, rank: int) -> tuple[range, ...]:
         """A rank's part, one range per dimension."""
         ranges = [range(length) for length in shape]
         if self.axis is not None:
-            index, count = layout.coordinate(rank, self.axis), getattr(layout, self.axis)
+            index, count = dims.coordinate(rank, self.axis), getattr(dims, self.axis)
             ranges[self.dim] = local_range(shape[self.dim], index=index, count=count)
         return tuple(ranges)
 

@@ -79,7 +79,7 @@ def port_of(job: int, step: int) -> int:
     return _FIRST_PORT + (job * 7 + step) % _PORTS
 
 
-def meeting_place(environment: Mapping[str, str]) -> tuple[str, int]:
+def rendezvous_endpoint(environment: Mapping[str, str]) -> tuple[str, int]:
     """Host and port at which the ranks of a step meet, if nobody has said it: the first node, a port by the job.
 
     Raises:

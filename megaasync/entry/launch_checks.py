@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megaasync.checkpoint.folders import look_at
+from megaasync.checkpoint.paths import inspect_checkpoint
 from megaasync.config import Config, ConfigError
 from megaasync.config.schema import DockerCluster, HfData, IndexedData, SlurmCluster
 from megaasync.data.identity import identify_tokens
@@ -57,7 +57,10 @@ def check_files(config: Config) -> None:
         if data.tokenizer is not None:
             Tokenizer(on_this_host(data.tokenizer, cluster))
     wish = config.checkpoint.resume
-    if wish not in ("auto", "never") and not (found := look_at(Path(on_this_host(wish, cluster)))).is_complete:
+    if (
+        wish not in ("auto", "never")
+        and not (found := inspect_checkpoint(Path(on_this_host(wish, cluster)))).is_complete
+    ):
         raise ConfigError(f"checkpoint.resume={wish}: {found.problem}{hint}")
 
 

@@ -18,7 +18,7 @@ from megaasync.cluster.record import LAUNCH_RECORD
 from megaasync.cluster.script import FLAG
 from megaasync.config import Config, ConfigError, did_you_mean
 from megaasync.distributed.environment import variables
-from megaasync.entry.run_folder import has_started_from
+from megaasync.entry.run_folder import has_resumed_from
 
 GOES_ON = "--goes-on"  # what the batch script adds when it starts a run again
 
@@ -92,7 +92,7 @@ def read_run_config(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
 def _go_on(plain: dict[str, Any], folder: Path) -> None:
     """A job that starts again goes on from the run's own newest checkpoint, once it has begun from what it names."""
     wish = plain["checkpoint"]["resume"]
-    if wish in ("auto", "never") or has_started_from(folder, Path(wish).expanduser()):
+    if wish in ("auto", "never") or has_resumed_from(folder, Path(wish).expanduser()):
         plain["checkpoint"]["resume"] = "auto"
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from megaasync.checkpoint.folders import checkpoints_in, look_at, mark_of, newest, read_meta, remove_leftovers
+from megaasync.checkpoint.compatibility import check_settings
+from megaasync.checkpoint.paths import checkpoints_in, inspect_checkpoint, latest, mark_of, read_meta, remove_leftovers
 from megaasync.checkpoint.run_lock import lock_folder, wait_for_ranks
-from megaasync.checkpoint.settings import check_settings
 from megaasync.config import Config, ConfigError
 from megaasync.config.identity import first_difference
 from megaasync.data.identity import Identity, check_identity
@@ -75,9 +75,9 @@ class Claim:
             ConfigError: ranks still work there.
         """
         wait_for_ranks(self.folder)
-        if self.resume is not None and self.resume.is_dir() and not has_started_from(self.folder, self.resume):
+        if self.resume is not None and self.resume.is_dir() and not has_resumed_from(self.folder, self.resume):
             return  # the checkpoint that was asked for has not been loaded yet
-        found = newest(self.folder / "checkpoints")
+        found = latest(self.folder / "checkpoints")
         self.resume = self.resume if found is None else found.path
 
     @property
@@ -120,13 +120,13 @@ def claim_run_folder(config: Config, *, label: str, data: Identity) -> Claim:
             )
         root = folder / "checkpoints"
         own = chosen if chosen is not None and chosen.resolve().parent == root.resolve() else None
-        if chosen is not None and own is None and not _is_same_place(_begun_from(folder), chosen):
+        if chosen is not None and own is None and not _is_same_place(_origin_checkpoint(folder), chosen):
             raise ConfigError(
                 f"run.dir={config.run.dir}: holds a run already, and checkpoint.resume={wish} is not of it; choose "
                 "another folder"
             )
         remove_leftovers(root)
-        claim = Claim(folder, own or where_to_go_on(config, folder, data=data), lock)
+        claim = Claim(folder, own or find_resume_point(config, folder, data=data), lock)
         if claim.resume is not None:  # before anything of the run is touched
             meta = read_meta(claim.resume)
             check_settings(meta, config, claim.resume, data=data)
@@ -140,7 +140,7 @@ def claim_run_folder(config: Config, *, label: str, data: Identity) -> Claim:
 
 
 def _named_checkpoint(path: Path, wish: str) -> dict[str, Any]:
-    found = look_at(path)
+    found = inspect_checkpoint(path)
     if not found.is_complete:
         raise ConfigError(
             f"checkpoint.resume={wish}: {found.problem}; python -m megaasync.checkpoint list FOLDER shows whole ones"
@@ -164,13 +164,13 @@ def _lost_rows(folder: Path, step: int) -> tuple[str, ...]:
     )
 
 
-def _begun_from(folder: Path) -> Path | None:
+def _origin_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that the run in a folder was begun from; None if it was none."""
     name = _first_start(folder).get("checkpoint")
     return None if name is None else Path(name)
 
 
-def has_started_from(folder: Path, checkpoint: Path) -> bool:
+def has_resumed_from(folder: Path, checkpoint: Path) -> bool:
     """Whether a start of the run in a folder has gone on from a checkpoint."""
     rows = (row for row in iterate_metrics(folder / "metrics.jsonl") if row.get("kind") == "start")
     names = (row.get("checkpoint") for row in rows)
@@ -182,7 +182,7 @@ def _first_start(folder: Path) -> dict[str, Any]:
     return next(starts, {})
 
 
-def where_to_go_on(config: Config, folder: Path, *, data: Identity | None = None) -> Path | None:
+def find_resume_point(config: Config, folder: Path, *, data: Identity | None = None) -> Path | None:
     """The newest complete checkpoint of the run in a folder, else what it was begun from; only looks.
 
     None to begin again a run that was lost before its first checkpoint.
@@ -195,13 +195,13 @@ def where_to_go_on(config: Config, folder: Path, *, data: Identity | None = None
     Raises:
         ConfigError: the folder holds another run, or this one complete.
     """
-    found = newest(folder / "checkpoints")
+    found = latest(folder / "checkpoints")
     if found is None:
         _check_same_run(config, folder, data=data)
-        first = _begun_from(folder)
+        first = _origin_checkpoint(folder)
         if first is None:
             return None
-        if look_at(first).is_complete:
+        if inspect_checkpoint(first).is_complete:
             if _first_start(folder).get("checkpoint_crc32") in (None, mark_of(first)):
                 return first
             raise ConfigError(

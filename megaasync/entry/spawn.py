@@ -21,8 +21,8 @@ from typing import Any
 from megaasync.config import ConfigError
 from megaasync.data import DataError
 from megaasync.distributed import TransportError
-from megaasync.distributed.action_board import Watch, make_board
 from megaasync.distributed.environment import RankEnvironment, meet_on_this_host
+from megaasync.distributed.heartbeat import HangDetector, make_heartbeat_file
 from megaasync.entry.console import tolerate_console
 from megaasync.entry.file_errors import explain_file_error
 from megaasync.entry.private_folder import private_folder
@@ -43,13 +43,13 @@ class RankFailed(RuntimeError):
 
     Attributes:
         is_user_error: a wrong config, file or environment.
-        is_fault: not a wrong config and nothing that training or the user came to, so another try may go well.
+        is_retryable: not a wrong config and nothing that training or the user came to, so another try may go well.
         details: traceback and last actions, may be empty.
     """
 
-    def __init__(self, message: str, *, is_user_error: bool, is_fault: bool, details: str) -> None:
+    def __init__(self, message: str, *, is_user_error: bool, is_retryable: bool, details: str) -> None:
         super().__init__(message)
-        self.is_user_error, self.is_fault, self.details = is_user_error, is_fault, details
+        self.is_user_error, self.is_retryable, self.details = is_user_error, is_retryable, details
 
 
 class Interrupted(RuntimeError):
@@ -63,11 +63,11 @@ class _Ended:
     value: Any = None
     error: str | None = None
     is_user_error: bool = False
-    is_fault: bool = True
+    is_retryable: bool = True
     details: str = ""
     lost_peer: bool = False  # it failed because another rank was gone
     died: bool = False  # it said nothing
-    is_vague: bool = False  # it waited for others, but cannot say for which one
+    unknown_cause: bool = False  # it waited for others, but cannot say for which one
 
 
 def _die_with_the_launcher(meeting: Path) -> None:
@@ -113,10 +113,10 @@ def _rank_main(
         ended = _Ended(
             error=message,
             is_user_error=is_user_error,
-            is_fault=not (is_user_error or isinstance(error, TrainingError)),
+            is_retryable=not (is_user_error or isinstance(error, TrainingError)),
             details=details,
             lost_peer=lost_peer,
-            is_vague=isinstance(error, TransportError) and error.peer is None,
+            unknown_cause=isinstance(error, TransportError) and error.peer is None,
         )
     connection.send(ended)
     connection.close()
@@ -196,7 +196,7 @@ def spawn_ranks(
         previous = {number: signal.signal(number, on_interrupt) for number in heeded}
         try:
             context = _start_fork_server()
-            board = make_board(Path(meeting) / "board", num_slots=world_size)
+            board = make_heartbeat_file(Path(meeting) / "board", num_slots=world_size)
             for rank in range(world_size):
                 receiving, sending = context.Pipe(duplex=False)
                 environment = RankEnvironment(
@@ -214,8 +214,8 @@ def spawn_ranks(
                 sending.close()
                 connections.append(receiving)
             all_started = True
-            watch = Watch(board, num_slots=world_size, now=time.monotonic())
-            return _wait_for(processes, connections, interrupts, names, watch=watch, hang_seconds=hang_seconds)
+            detector = HangDetector(board, num_slots=world_size, now=time.monotonic())
+            return _wait_for(processes, connections, interrupts, names, detector=detector, hang_seconds=hang_seconds)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -232,7 +232,7 @@ def _wait_for(
     interrupts: list[tuple[float, int]],
     names: Sequence[str],
     *,
-    watch: Watch,
+    detector: HangDetector,
     hang_seconds: float | None,
 ) -> list[Any]:
     """Collect every rank's last word; see `spawn_ranks`."""
@@ -254,8 +254,8 @@ def _wait_for(
                 failed_at = failed_at if failures else time.monotonic()
                 failures.append(ended[rank])
         now = time.monotonic()
-        watch.look(now)
-        hung = None if hang_seconds is None else watch.hung(limit=hang_seconds + _HANG_MARGIN_SECONDS)
+        detector.poll(now)
+        hung = None if hang_seconds is None else detector.hung(limit=hang_seconds + _HANG_MARGIN_SECONDS)
         if hung is not None and hung not in ended and not failures:
             failed_at = now - _LINGER_SECONDS
             failures.append(
@@ -284,13 +284,16 @@ def _wait_for(
         # a traceback is one of ours or a death, and explains the rest.
         causes = [one for one in failures if not one.lost_peer] or failures
         causes = [one for one in causes if not one.details] or causes
-        cause = next((one for one in causes if not one.is_vague), causes[0])
+        cause = next((one for one in causes if not one.unknown_cause), causes[0])
         details = cause.details
-        if cause.is_fault:
-            lasts = [f"  {name}: {watch.describe(rank)}" for rank, name in enumerate(names)]
+        if cause.is_retryable:
+            lasts = [f"  {name}: {detector.describe(rank)}" for rank, name in enumerate(names)]
             details = "\n".join([details, "last action of each rank:", *lasts]).lstrip()
         raise RankFailed(
-            cause.error, is_user_error=cause.is_user_error, is_fault=cause.is_fault and not interrupts, details=details
+            cause.error,
+            is_user_error=cause.is_user_error,
+            is_retryable=cause.is_retryable and not interrupts,
+            details=details,
         )
     for process in processes:
         process.join()

@@ -79,7 +79,7 @@ class Kernels(Protocol):
     def choose(self, logits_TE: Tensor, bias_E: Tensor, config: RouterConfig) -> tuple[Tensor, Tensor]:
         """Weights [T, K] in at least float32 and experts [T, K] int64 of each token."""
 
-    def row_counts(self, counts_E: Tensor) -> Tensor:
+    def tokens_per_expert(self, counts_E: Tensor) -> Tensor:
         """The rows of each expert, where `expert_linear` wants them; asked for once per layer."""
 
     def permute(self, x_TD: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor]:

@@ -305,7 +305,7 @@ class TransformerEngineKernels:
         )
         return probabilities_TE.gather(1, experts_TK), experts_TK
 
-    def row_counts(self, counts_E: Tensor) -> Tensor:
+    def tokens_per_expert(self, counts_E: Tensor) -> Tensor:
         """On the host, which asks for them anyway: once for the three products of a layer."""
         return counts_E.cpu()
 

@@ -20,14 +20,14 @@ from torch.nn import functional as F
 
 from megaasync.kernels.grouped_linear import add_grouped_product_, grouped_linear, grouped_product
 
-Deferred = list[Callable[[], None]]
+DeferredWgrads = list[Callable[[], None]]
 
 
 class WeightGradientQueue:
     """Where a stage's layers leave the weight gradients of one microbatch."""
 
     def __init__(self) -> None:
-        self._collected: Deferred | None = None
+        self._collected: DeferredWgrads | None = None
 
     @property
     def is_open(self) -> bool:
@@ -39,7 +39,7 @@ class WeightGradientQueue:
         self._collected.append(compute)
 
     @contextmanager
-    def collect(self) -> Iterator[Deferred]:
+    def collect(self) -> Iterator[DeferredWgrads]:
         """Collect what the backward inside leaves."""
         self._collected = collected = []
         try:
@@ -49,13 +49,13 @@ class WeightGradientQueue:
 
 
 @torch.no_grad()
-def accumulate(deferred: Deferred) -> None:
+def accumulate(deferred: DeferredWgrads) -> None:
     """Compute the gradients that were left, and add them to the weights' gradients."""
     for compute in deferred:
         compute()
 
 
-def use_queue(module: nn.Module, queue: WeightGradientQueue) -> None:
+def attach_queue(module: nn.Module, queue: WeightGradientQueue) -> None:
     """Give the queue to every layer in a module that can use one."""
     for layer in module.modules():
         if hasattr(layer, "weight_gradients"):

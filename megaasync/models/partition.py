@@ -31,7 +31,7 @@ def embedding_cost(config: ModelConfig) -> float:
     return config.hidden_size
 
 
-def deal_layers(
+def partition_layers(
     config: ModelConfig, *, num_stages: int, layers_per_stage: Sequence[int] | None = None
 ) -> tuple[range, ...]:
     """Layers of each stage, embedding and head counted with the ends, so that the largest stage cost is smallest.

@@ -12,7 +12,7 @@ from megaasync.data.microbatches import Microbatch
 from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.distributed.sharding import Shape
 from megaasync.nn.attention import Attention
-from megaasync.nn.computation import PLAIN, Computation
+from megaasync.nn.layer_context import DEFAULT_CONTEXT, LayerContext
 from megaasync.nn.linear import Embedding, Linear
 from megaasync.nn.loss import head_loss
 from megaasync.nn.mlp import SwiGLU
@@ -30,21 +30,25 @@ TIED_PARAMETER = "embedding.weight"  # of the first and of the last stage, if th
 
 
 @dataclass(frozen=True, slots=True)
-class Splits:
+class ModelParallelGroups:
     """Over which ranks the layers themselves are split: matrices over `tensor`, experts over `expert`."""
 
     tensor: TensorParallel = NO_TENSOR_PARALLEL
     expert: RankGroup = ALONE
 
 
-NO_SPLITS = Splits()
+NO_MODEL_PARALLEL = ModelParallelGroups()
 
 
 class TransformerBlock(nn.Module):
     """Pre-norm block: attention, then a dense or mixture-of-experts feed-forward."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, splits: Splits = NO_SPLITS, computation: Computation = PLAIN
+        self,
+        config: ModelConfig,
+        layer: int,
+        splits: ModelParallelGroups = NO_MODEL_PARALLEL,
+        computation: LayerContext = DEFAULT_CONTEXT,
     ) -> None:
         super().__init__()
         hidden, tensor = config.hidden_size, splits.tensor
@@ -82,7 +86,7 @@ class TransformerBlock(nn.Module):
             return self._tensor.enter(norm(x_BSD))
 
         normed_BSD = make()
-        with self._recompute.instead_of(normed_BSD, make):
+        with self._recompute.recompute_in_backward(normed_BSD, make):
             return layer(normed_BSD)
 
 
@@ -93,7 +97,11 @@ class DecoderStage(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, layers: range, splits: Splits = NO_SPLITS, computation: Computation = PLAIN
+        self,
+        config: ModelConfig,
+        layers: range,
+        splits: ModelParallelGroups = NO_MODEL_PARALLEL,
+        computation: LayerContext = DEFAULT_CONTEXT,
     ) -> None:
         super().__init__()
         self._computation = computation

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megaasync.nn.computation import PLAIN, Computation
+from megaasync.nn.layer_context import DEFAULT_CONTEXT, LayerContext
 from megaasync.nn.rope import RotaryTables
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 
@@ -27,7 +27,7 @@ class Attention(nn.Module):
         num_kv_heads: int,
         norm_eps: float | None = None,
         tensor: TensorParallel = NO_TENSOR_PARALLEL,
-        computation: Computation = PLAIN,
+        computation: LayerContext = DEFAULT_CONTEXT,
     ) -> None:
         """Build the layer.
 

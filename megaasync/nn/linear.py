@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megaasync.config.layout import local_range
+from megaasync.config.parallel_dims import local_range
 from megaasync.kernels.weight_gradients import WeightGradientQueue, embedding, linear
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megaasync.config.layout import local_range
+from megaasync.config.parallel_dims import local_range
 from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.kernels.backend import Kernels
 from megaasync.kernels.weight_gradients import add_product_, deliver
-from megaasync.nn.computation import PLAIN, Computation
+from megaasync.nn.layer_context import DEFAULT_CONTEXT, LayerContext
 from megaasync.nn.precision import at_least_float32
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 
@@ -96,7 +96,7 @@ def head_loss(
     mask_BS: Tensor,
     *,
     vocab_size: int,
-    computation: Computation = PLAIN,
+    computation: LayerContext = DEFAULT_CONTEXT,
     tensor: TensorParallel = NO_TENSOR_PARALLEL,
 ) -> Tensor:
     """Sum of the losses of the tokens under the mask, in nats.

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from megaasync.kernels.activation import swiglu
-from megaasync.nn.computation import PLAIN, Computation
+from megaasync.nn.layer_context import DEFAULT_CONTEXT, LayerContext
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 
 
@@ -16,7 +16,7 @@ class SwiGLU(nn.Module):
         hidden_size: int,
         ffn_hidden_size: int,
         tensor: TensorParallel = NO_TENSOR_PARALLEL,
-        computation: Computation = PLAIN,
+        computation: LayerContext = DEFAULT_CONTEXT,
     ) -> None:
         super().__init__()
         self._recompute, kernels = computation.recompute, computation.kernels
@@ -29,5 +29,5 @@ class SwiGLU(nn.Module):
         """[B, S, D] of the whole sequence to [B, S, D], or S / size under sequence parallelism."""
         gate_BSF, up_BSF = self.gate(x_BSD), self.up(x_BSD)
         inner_BSF = swiglu(gate_BSF, up_BSF)
-        with self._recompute.instead_of(inner_BSF, lambda: swiglu(gate_BSF, up_BSF)):
+        with self._recompute.recompute_in_backward(inner_BSF, lambda: swiglu(gate_BSF, up_BSF)):
             return self.down(inner_BSF)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megaasync.config.schema import MoeConfig
 from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.kernels.activation import swiglu
-from megaasync.nn.computation import PLAIN, Computation
+from megaasync.nn.layer_context import DEFAULT_CONTEXT, LayerContext
 from megaasync.nn.mlp import SwiGLU
 from megaasync.nn.router import Router
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
@@ -19,26 +19,26 @@ class Experts(nn.Module):
     """E SwiGLU feed-forwards: gate and up [E, F, D], down [E, D, F]."""
 
     def __init__(
-        self, *, num_experts: int, hidden_size: int, ffn_hidden_size: int, computation: Computation = PLAIN
+        self, *, num_experts: int, hidden_size: int, ffn_hidden_size: int, computation: LayerContext = DEFAULT_CONTEXT
     ) -> None:
         super().__init__()
         self._recompute, self._kernels = computation.recompute, computation.kernels
         kernels = self._kernels
-        self.times_gate, self.times_up = (
+        self.gate_proj, self.up_proj = (
             kernels.expert_linear(num_experts, hidden_size, ffn_hidden_size) for _ in range(2)
         )
-        self.times_down = kernels.expert_linear(num_experts, ffn_hidden_size, hidden_size)
+        self.down_proj = kernels.expert_linear(num_experts, ffn_hidden_size, hidden_size)
         self.gate = nn.Parameter(torch.empty(num_experts, ffn_hidden_size, hidden_size))
         self.up = nn.Parameter(torch.empty(num_experts, ffn_hidden_size, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_hidden_size))
 
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """[R, D] rows sorted by expert, [E] rows of each expert, to [R, D]."""
-        counts_E = self._kernels.row_counts(counts_E)
-        gate_RF, up_RF = self.times_gate(x_RD, self.gate, counts_E), self.times_up(x_RD, self.up, counts_E)
+        counts_E = self._kernels.tokens_per_expert(counts_E)
+        gate_RF, up_RF = self.gate_proj(x_RD, self.gate, counts_E), self.up_proj(x_RD, self.up, counts_E)
         inner_RF = swiglu(gate_RF, up_RF)
-        with self._recompute.instead_of(inner_RF, lambda: swiglu(gate_RF, up_RF)):
-            return self.times_down(inner_RF, self.down, counts_E)
+        with self._recompute.recompute_in_backward(inner_RF, lambda: swiglu(gate_RF, up_RF)):
+            return self.down_proj(inner_RF, self.down, counts_E)
 
 
 class _WithLoss(torch.autograd.Function):
@@ -68,7 +68,7 @@ class MoE(nn.Module):
         hidden_size: int,
         tensor: TensorParallel = NO_TENSOR_PARALLEL,
         expert: RankGroup = ALONE,
-        computation: Computation = PLAIN,
+        computation: LayerContext = DEFAULT_CONTEXT,
     ) -> None:
         super().__init__()
         self._tensor, self._recompute, self._kernels = tensor, computation.recompute, computation.kernels
@@ -122,4 +122,6 @@ class MoE(nn.Module):
         """Copies of tokens can be made again, unless they came from other ranks or some were dropped."""
         if dispatched.exchange is not None or not self._dispatcher.drops_none:
             return nullcontext()
-        return self._recompute.instead_of(dispatched.rows_RD, lambda: self._kernels.permute(x_TD, experts_TK)[0])
+        return self._recompute.recompute_in_backward(
+            dispatched.rows_RD, lambda: self._kernels.permute(x_TD, experts_TK)[0]
+        )

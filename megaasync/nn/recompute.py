@@ -16,14 +16,14 @@ from torch import Tensor, nn
 Mode = Literal["none", "selective", "full"]
 
 
-class _Recipe:
+class RecomputeHandle:
     """How to make a tensor again; the result is held until everything that saved the tensor has had it."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self._make, self._users = make, 0
         self._value: Tensor | None = None
 
-    def expect(self) -> "_Recipe":
+    def expect(self) -> "RecomputeHandle":
         """Somebody saves it."""
         self._users += 1
         return self
@@ -50,7 +50,7 @@ class Recompute:
     def __init__(self, mode: Mode = "none", checkpoint: Callable[..., Tensor] | None = None) -> None:
         """By a mode; `checkpoint` is the backend's, for `full`."""
         self.mode, self._checkpoint = mode, checkpoint
-        self._recipes: dict[tuple[Any, ...], _Recipe] = {}  # of the tensors in use, by where they lie
+        self._recipes: dict[tuple[Any, ...], RecomputeHandle] = {}  # of the tensors in use, by where they lie
 
     def layer(self, module: nn.Module, x: Tensor, *others: Any) -> Tensor:
         """Run a layer on x; under `full`, only x is kept."""
@@ -59,7 +59,7 @@ class Recompute:
         return self._checkpoint(module, x, *others)
 
     @contextmanager
-    def instead_of(self, tensor: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
+    def recompute_in_backward(self, tensor: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
         """Under `selective`, what runs inside keeps the recipe where it would save the tensor.
 
         Args:
@@ -70,7 +70,7 @@ class Recompute:
             yield
             return
         place, is_outermost = self.place_of(tensor), not self._recipes
-        self._recipes[place] = _Recipe(make)
+        self._recipes[place] = RecomputeHandle(make)
         try:
             if is_outermost:
                 with torch.autograd.graph.saved_tensors_hooks(self.keep, self.bring):
@@ -99,4 +99,4 @@ class Recompute:
         return recipe.get().view(shape)
 
 
-KEEP_ALL = Recompute()
+NO_RECOMPUTE = Recompute()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megaasync.config.layout import local_range
+from megaasync.config.parallel_dims import local_range
 from megaasync.distributed.differentiable import (
     copy_to_ranks,
     gather_for_shards,

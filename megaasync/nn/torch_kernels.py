@@ -84,7 +84,7 @@ class TorchKernels:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         return weights_TK, experts_TK
 
-    def row_counts(self, counts_E: Tensor) -> Tensor:
+    def tokens_per_expert(self, counts_E: Tensor) -> Tensor:
         """As they are: on the device."""
         return counts_E
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 NUM_LOSSES = 3  # that a router has beside the cross entropy
-NUM_FIGURES = 2 + NUM_LOSSES
+NUM_STATS = 2 + NUM_LOSSES
 
 
 class ExpertBalance:

@@ -13,8 +13,8 @@ from torch import Tensor
 from megaasync.config.schema import ConfigError
 from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.optim.delay_compensation import DelayCompensation
-from megaasync.optim.flat_layout import CACHED_SCRATCH, SCRATCH, FlatLayout, Run, parts_of
-from megaasync.optim.homes import bring_home, send_back
+from megaasync.optim.flat_param_layout import CACHED_SCRATCH, SCRATCH, FlatParamLayout, Run, iter_chunks
+from megaasync.optim.matrix_owners import gather_to_owner, scatter_from_owner
 from megaasync.optim.torch_optimizer import TorchOptimizer
 from megaasync.optim.update_rule import State
 
@@ -24,7 +24,7 @@ class StageOptimizer:
 
     Attributes:
         layout: where each parameter lies.
-        master: [layout.owned_size] z, in at least float32.
+        master: [layout.shard_size] z, in at least float32.
         states, memories: of the rules and of the compensation, one dict per run of the layout.
         num_updates: gradients absorbed or skipped, which is the newest version.
         num_skipped: of those, skipped; rules count the others.
@@ -32,7 +32,7 @@ class StageOptimizer:
 
     def __init__(
         self,
-        layout: FlatLayout,
+        layout: FlatParamLayout,
         initial: list[Tensor],
         *,
         dtype: torch.dtype,
@@ -56,16 +56,16 @@ class StageOptimizer:
         flat = torch.zeros(layout.size, dtype=dtype, device=device)
         for view, parameter in zip(layout.views(flat), initial, strict=True):
             view.copy_(parameter)
-        self.master = torch.zeros(layout.owned_size, dtype=dtype, device=device)
-        layout.copy_owned(self.master, flat)
+        self.master = torch.zeros(layout.shard_size, dtype=dtype, device=device)
+        layout.gather_shard(self.master, flat)
         del flat
-        if any(run.homes and isinstance(run.rule, TorchOptimizer) and run.rule.sees_weights for run in layout.runs):
+        if any(run.owners and isinstance(run.rule, TorchOptimizer) and run.rule.sees_weights for run in layout.runs):
             raise ConfigError(
                 "optimizer.name=torch: the step of this class depends on the weights, which are not brought together "
                 "for it; set parallel.tensor=1 or take another class"
             )
         self.states = [run.rule.init(self.master.new_empty(run.state_shape)) for run in layout.runs]
-        self.memories = [compensation.init(run.view_owned(self.master)) if compensation else {} for run in layout.runs]
+        self.memories = [compensation.init(run.view_shard(self.master)) if compensation else {} for run in layout.runs]
         self._learning_rate = learning_rate
         self.num_updates = self.num_skipped = 0
 
@@ -101,11 +101,13 @@ class StageOptimizer:
             grad = run.view(gradient).mul_(scale)
             if self._compensation is not None:
                 self._compensate(grad, memory, now=run.view(current_weights), then=run.view(stale_weights))
-            z, x = run.view_owned(self.master), run.view(publish)
-            if run.homes is not None:
-                self._move(run, z, x, self._direction_at_home(run, grad, state), lr=lr, lookahead_steps=lookahead_steps)
+            z, x = run.view_shard(self.master), run.view(publish)
+            if run.owners is not None:
+                self._move(
+                    run, z, x, self._direction_on_owner(run, grad, state), lr=lr, lookahead_steps=lookahead_steps
+                )
                 continue
-            for part in parts_of(grad.shape, self._scratch):
+            for part in iter_chunks(grad.shape, self._scratch):
                 direction = self._direction(run, grad[part], state, part, weights=z[part], lr=lr)
                 self._move(run, z[part], x[part], direction, lr=lr, lookahead_steps=lookahead_steps)
 
@@ -115,10 +117,10 @@ class StageOptimizer:
         self.num_updates += 1
         self.num_skipped += 1
         for run in self.layout.runs:
-            run.view(publish).copy_(run.view_owned(self.master))
+            run.view(publish).copy_(run.view_shard(self.master))
 
     def _compensate(self, grad: Tensor, memory: State, *, now: Tensor, then: Tensor) -> None:
-        for part in parts_of(grad.shape, self._scratch):
+        for part in iter_chunks(grad.shape, self._scratch):
             its_memory = {name: tensor[part] for name, tensor in memory.items()}
             self._compensation.apply_(grad[part], its_memory, now=now[part], then=then[part])
 
@@ -133,12 +135,12 @@ class StageOptimizer:
             return run.rule.direction(grad, its_state, count=count, weights=weights, lr=lr)
         return run.rule.direction(grad, its_state, count=count)
 
-    def _direction_at_home(self, run: Run, grad: Tensor, state: State) -> Tensor:
+    def _direction_on_owner(self, run: Run, grad: Tensor, state: State) -> Tensor:
         """Directions of parts of matrices, each computed for the whole matrix on one rank."""
-        whole = bring_home(grad, run.homes, self._tensor)
-        for part in parts_of(whole.shape, self._scratch):
+        whole = gather_to_owner(grad, run.owners, self._tensor)
+        for part in iter_chunks(whole.shape, self._scratch):
             whole[part] = self._direction(run, whole[part], state, part)
-        return send_back(whole, run.homes, self._tensor)
+        return scatter_from_owner(whole, run.owners, self._tensor)
 
     @staticmethod
     def _move(run: Run, z: Tensor, x: Tensor, update: Tensor, *, lr: float, lookahead_steps: int) -> None:

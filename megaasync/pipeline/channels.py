@@ -17,13 +17,13 @@ class Transport:
 
     Attributes:
         spec: of every activation and activation gradient.
-        posted_ahead: receives per channel that wait for their message while the rank computes.
+        prefetch_recvs: receives per channel that wait for their message while the rank computes.
         max_outstanding: sends per channel that need not have gone out.
         timeout: longest wait for another rank; None leaves that to the backend.
     """
 
     spec: TensorSpec
-    posted_ahead: int
+    prefetch_recvs: int
     max_outstanding: int
     timeout: timedelta | None
 
@@ -117,7 +117,7 @@ class Channels:
                 self.peers[peer],
                 transport.spec,
                 self._groups[group_name(direction, sender=peer, receiver=self._rank)],
-                posted_ahead=transport.posted_ahead,
+                prefetch_recvs=transport.prefetch_recvs,
                 timeout=transport.timeout,
             )
         self._taking[key] += 1
@@ -141,24 +141,24 @@ class Channels:
             elif receiver == self._rank:
                 dist.recv(probe, self.peers[sender], group=self._groups[group])
 
-    def take(self, direction: str, stage: int) -> Tensor:
+    def recv(self, direction: str, stage: int) -> Tensor:
         """The next message for a stage."""
-        return self._into[direction, stage].take()
+        return self._into[direction, stage].recv()
 
     def send(self, direction: str, stage: int, tensor: Tensor) -> None:
         """Send what a stage has made to the stage after (forward) or before it (backward)."""
         self._out_of[direction, stage].send(tensor)
 
-    def expect(self, num_microbatches: int, *, directions: tuple[str, ...] = ("forward", "backward")) -> None:
+    def post_recvs(self, num_microbatches: int, *, directions: tuple[str, ...] = ("forward", "backward")) -> None:
         """Every stage will get so many messages per direction."""
         for key, receiver in self._receivers.items():
             if key[0] in directions:
-                receiver.expect(num_microbatches * self._taking[key])
+                receiver.post_recvs(num_microbatches * self._taking[key])
 
     def close(self, num_unsent: int) -> None:
         """Leave no message and no receive behind; `num_unsent` microbatches were cut off by a stop."""
         for key, sender in self._senders.items():
-            sender.pad(num_unsent * self._sending[key], posted_ahead=self._transport.posted_ahead)
+            sender.send_padding(num_unsent * self._sending[key], prefetch_recvs=self._transport.prefetch_recvs)
         for receiver in self._receivers.values():
             receiver.cancel()
         self.flush()

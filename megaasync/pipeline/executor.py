@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megaasync.data.microbatches import Microbatch, MicrobatchSource
 from megaasync.distributed import TransportError
-from megaasync.distributed.action_board import ActionNotes
+from megaasync.distributed.heartbeat import Heartbeat
 from megaasync.distributed.rank_group import RankGroup
 from megaasync.observe.trace import Recorder
 from megaasync.pipeline import TrainingError
@@ -66,7 +66,7 @@ class Executor:
         runner: of their updating halves.
         place: of this rank.
         recorder: gets start and end of every action.
-        notes: where it says what it does.
+        heartbeat: where it notes what it does.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Executor:
         *,
         place: RankPlace,
         recorder: Recorder,
-        notes: ActionNotes | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         """Put the executor of one rank together.
 
@@ -89,11 +89,11 @@ class Executor:
             channels: of the same stages.
             place: of this rank.
             recorder: gets start and end of every action.
-            notes: told of every action before it begins; None for nobody.
+            heartbeat: notes every action before it begins; None for nobody.
         """
         self.stages, self.runner, self.place, self.recorder = stages, runner, place, recorder
         self._source, self._channels = source, channels
-        self.notes = notes or ActionNotes(None, slot=0)
+        self.heartbeat = heartbeat or Heartbeat(None, slot=0)
         self._stage = {stage.place.index: stage for stage in stages}
         self._run: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
@@ -139,7 +139,7 @@ class Executor:
         segment = self._segment = Segment(schedule, first_step, end_step)
         self.runner.begin(phase, segment)
         with self._located("the start of a segment"):
-            self._channels.expect((end_step - first_step) * schedule.num_microbatches)
+            self._channels.post_recvs((end_step - first_step) * schedule.num_microbatches)
         actions = unroll(schedule, segment, rank=self.place.rank, flush=flush)
         try:
             for action in actions:
@@ -166,7 +166,7 @@ class Executor:
 
     def _run_noted(self, action: Action) -> None:
         """Run one action; an error in it tells where in the table it was."""
-        self.notes.begin(action.describe())
+        self.heartbeat.beat(action.describe())
         try:
             self._run[action.op](action)
         except TrainingError:
@@ -217,7 +217,7 @@ class Executor:
         total = torch.zeros(3, dtype=torch.float64, device=self.place.device)
         for first in range(0, num_microbatches, _EVALUATION_SLICE):
             numbers = range(first, min(first + _EVALUATION_SLICE, num_microbatches))
-            self.notes.begin("evaluation")
+            self.heartbeat.beat("evaluation")
             with self._located("an evaluation"):
                 total += self._evaluate_slice(source, numbers, versions)
             if total[2] > 0:
@@ -230,14 +230,14 @@ class Executor:
         A rank with several stages takes a group of microbatches through one stage before the next, so that the other
         ranks have something to do meanwhile.
         """
-        self._channels.expect(len(numbers), directions=("forward",))
+        self._channels.post_recvs(len(numbers), directions=("forward",))
         total = torch.zeros(3, dtype=torch.float64, device=self.place.device)
         for first in range(numbers.start, numbers.stop, self._evaluation_group):
             group = range(first, min(first + self._evaluation_group, numbers.stop))
             for stage, number in itertools.product(self.stages, group):  # stages in the order of the model
                 is_fed = stage.place.is_first or stage.place.is_last or stage.needs_mask
                 microbatch = source.get(0, number) if is_fed else None
-                x = None if stage.place.is_first else self._channels.take("forward", stage.place.index)
+                x = None if stage.place.is_first else self._channels.recv("forward", stage.place.index)
                 y = stage.evaluate(x, microbatch, version=versions[stage.place.index])
                 if stage.place.is_last and self.place.reports_loss:
                     total[:2] += torch.stack([y.double(), microbatch.mask_BS.sum().double()])
@@ -274,7 +274,7 @@ class Executor:
     def _forward(self, action: Action) -> None:
         stage = self._stage[action.stage]
         microbatch = self._microbatch_for(stage, action)
-        x = None if stage.place.is_first else self._channels.take("forward", stage.place.index)
+        x = None if stage.place.is_first else self._channels.recv("forward", stage.place.index)
         start = perf_counter()
         y = stage.forward((action.step, action.microbatch), x, microbatch, version=self._version(action))
         self.recorder.add(action, start)
@@ -283,7 +283,7 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         stage = self._stage[action.stage]
-        grad = None if stage.place.is_last else self._channels.take("backward", stage.place.index)
+        grad = None if stage.place.is_last else self._channels.recv("backward", stage.place.index)
         start = perf_counter()
         half = stage.backward if action.op is Op.B else stage.backward_input
         x_grad = half((action.step, action.microbatch), grad, version=self._version(action))

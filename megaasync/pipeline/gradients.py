@@ -7,13 +7,15 @@ place in at least float32.
 import torch
 from torch import Tensor, nn
 
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 
 
 class GradientBuffers:
     """The gradient sums of one stage; step t is in buffer t mod num_buffers."""
 
-    def __init__(self, modules: list[nn.Module], layout: FlatLayout, *, num_buffers: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, modules: list[nn.Module], layout: FlatParamLayout, *, num_buffers: int, dtype: torch.dtype
+    ) -> None:
         sample = next(modules[0].parameters())
         self._buffers = [torch.zeros(layout.size, dtype=dtype, device=sample.device) for _ in range(num_buffers)]
         self._views = [layout.views(buffer) for buffer in self._buffers]

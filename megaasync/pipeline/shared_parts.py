@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megaasync.optim.expert_balance import ExpertBalance
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.pipeline.gradients import GradientBuffers
 from megaasync.pipeline.weight_versions import WeightVersions
 
@@ -46,7 +46,7 @@ class SharedParts:
 
 def make_shared_parts(
     module: nn.Module,
-    layout: FlatLayout,
+    layout: FlatParamLayout,
     *,
     num_versions: int,
     num_gradient_buffers: int,

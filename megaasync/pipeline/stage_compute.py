@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaasync.data.microbatches import Microbatch
-from megaasync.kernels.weight_gradients import Deferred, WeightGradientQueue, accumulate, use_queue
+from megaasync.kernels.weight_gradients import DeferredWgrads, WeightGradientQueue, accumulate, attach_queue
 from megaasync.pipeline.shared_parts import SharedParts, StagePlace
 
 Key = tuple[int, int]  # (step, microbatch)
@@ -54,9 +54,9 @@ class StageCompute:
         self._queue = WeightGradientQueue() if splits_backward else None
         if splits_backward:
             for replica in shared.versions.modules:
-                use_queue(replica, self._queue)
+                attach_queue(replica, self._queue)
         self._in_flight: dict[Key, tuple[Tensor | None, GradientEdge, int]] = {}
-        self._deferred: dict[Key, tuple[Deferred, int]] = {}
+        self._deferred: dict[Key, tuple[DeferredWgrads, int]] = {}
         self._loss: dict[int, list[Tensor]] = {}
         self._tokens: dict[int, Tensor] = {}
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megaasync.distributed.rank_group import ALONE, RankGroup
-from megaasync.optim.data_parallel import DataParallel
-from megaasync.optim.flat_layout import Bucket
+from megaasync.optim.flat_param_layout import Bucket
+from megaasync.optim.sharded_reducer import ShardedReducer
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.shared_parts import SharedParts, StagePlace
 
@@ -31,7 +31,7 @@ class StageUpdate:
         shared: SharedParts,
         optimizer: StageOptimizer,
         *,
-        data_parallel: DataParallel | None = None,
+        data_parallel: ShardedReducer | None = None,
         replicas: RankGroup = ALONE,
         tied: Bucket | None = None,
     ) -> None:
@@ -47,7 +47,7 @@ class StageUpdate:
         """
         self.place, self.optimizer = place, optimizer
         self.versions, self.gradients, self.balance = shared.versions, shared.gradients, shared.balance
-        self._data_parallel = data_parallel or DataParallel(optimizer.layout)
+        self._data_parallel = data_parallel or ShardedReducer(optimizer.layout)
         self._replicas, self._tied = replicas, tied
         self._kept: Tensor | None = None
 
@@ -58,7 +58,7 @@ class StageUpdate:
 
     @property
     def master(self) -> Tensor:
-        """[layout.owned_size] z, this rank's shares."""
+        """[layout.shard_size] z, this rank's shares."""
         return self.optimizer.master
 
     def reduce(self, step: int) -> None:
@@ -75,7 +75,7 @@ class StageUpdate:
         """This rank's share of the embedding's gradient sum, on a stage that shares it; written in place."""
         return self.gradients.sum_of(step)[self._tied.owned]
 
-    def routing_figures(self, step: int) -> Tensor | None:
+    def routing_stats(self, step: int) -> Tensor | None:
         """As `ExpertBalance.figures`, on one rank of those that run this stage; None elsewhere."""
         if self.balance is None or self._replicas.index > 0:
             return None
@@ -131,7 +131,7 @@ class StageUpdate:
         """
         weights = self.versions.flat(version)
         self._kept = weights.clone() if keeps else None
-        self.optimizer.layout.spread_owned(self.master, weights)
+        self.optimizer.layout.scatter_shard(self.master, weights)
         self._data_parallel.gather(weights)
         if self.balance is not None:
             self.balance.publish(version)
@@ -149,7 +149,7 @@ class StageUpdate:
     def whole_master(self) -> Tensor:
         """[layout.size] z of all local parameters; all ranks that run this stage call it together."""
         flat = self.master.new_zeros(self.optimizer.layout.size)
-        self.optimizer.layout.spread_owned(self.master, flat)
+        self.optimizer.layout.scatter_shard(self.master, flat)
         self._data_parallel.gather(flat)
         return flat
 

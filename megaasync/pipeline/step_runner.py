@@ -212,7 +212,7 @@ class StepRunner:
         """One stage's part, on this rank, of what is summed over all."""
         stage, stats = self.stages[index], self._no_stats()
         sums = pending.sums[index] if stage.place.is_last else None
-        stats.set_stage(index, stage.squares(step), sums=sums, routing=stage.routing_figures(step))
+        stats.set_stage(index, stage.squares(step), sums=sums, routing=stage.routing_stats(step))
         return stats
 
     def _sum_tied_gradients(self, step: int) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaasync.optim.expert_balance import NUM_FIGURES
+from megaasync.optim.expert_balance import NUM_STATS
 
 _SQUARES, _LOSS_SUM, _TOKENS, _STOPS = range(4)
-_ROUTING = slice(4, 4 + NUM_FIGURES)  # largest loads, layers with experts, the routers' losses
-_FIXED = 4 + NUM_FIGURES  # then a slot per stage and per microbatch that counts what is not finite
+_ROUTING = slice(4, 4 + NUM_STATS)  # largest loads, layers with experts, the routers' losses
+_FIXED = 4 + NUM_STATS  # then a slot per stage and per microbatch that counts what is not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class StepStats:
             index: of the stage.
             squares: scalar, this rank's part of its gradient's squares.
             sums: [2 + m] as `StageCompute.take_sums`, of the last stage; None of others.
-            routing: [NUM_FIGURES] as `ExpertBalance.figures`; None for none.
+            routing: [NUM_STATS] as `ExpertBalance.figures`; None for none.
         """
         self.vector[_SQUARES] = squares
         self.vector[_FIXED + index] = ~squares.isfinite()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 
 
 def _groups_of(module: nn.Module) -> dict[int, Any]:
@@ -27,13 +27,13 @@ class WeightVersions:
         num_slots: versions held at once.
     """
 
-    def __init__(self, module: nn.Module, layout: FlatLayout, *, num_slots: int) -> None:
+    def __init__(self, module: nn.Module, layout: FlatParamLayout, *, num_slots: int) -> None:
         self.num_slots = num_slots
         self._modules = [module, *(copy.deepcopy(module, _groups_of(module)) for _ in range(num_slots - 1))]
         self._flat = [self._flatten_(replica, layout) for replica in self._modules]
 
     @staticmethod
-    def _flatten_(module: nn.Module, layout: FlatLayout) -> Tensor:
+    def _flatten_(module: nn.Module, layout: FlatParamLayout) -> Tensor:
         """Move a module's parameters, in place, into one buffer."""
         parameters = list(module.parameters())
         flat = torch.zeros(layout.size, dtype=parameters[0].dtype, device=parameters[0].device)

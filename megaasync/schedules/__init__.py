@@ -2,7 +2,7 @@
 
 from megaasync.schedules.action import COMPUTE_OPS, Action, Op, parse_action
 from megaasync.schedules.catalog import SCHEDULES, ScheduleKind, build_schedule
-from megaasync.schedules.figures import Holdings, ScheduleReport, holdings, report
+from megaasync.schedules.metrics import BufferCounts, ScheduleMetrics, buffer_counts, report
 from megaasync.schedules.phases import Phase, make_phases
 from megaasync.schedules.render import color_of, legend_of, render_svg, render_text
 from megaasync.schedules.rules import check, check_table, show_with_arrow
@@ -14,22 +14,22 @@ __all__ = [
     "COMPUTE_OPS",
     "SCHEDULES",
     "Action",
+    "BufferCounts",
     "Costs",
-    "Holdings",
     "Op",
     "Phase",
     "PipelineSchedule",
     "ScheduleError",
     "ScheduleKind",
-    "ScheduleReport",
+    "ScheduleMetrics",
     "Segment",
     "Span",
     "bubble_of",
+    "buffer_counts",
     "build_schedule",
     "check",
     "check_table",
     "color_of",
-    "holdings",
     "legend_of",
     "make_phases",
     "parse_action",

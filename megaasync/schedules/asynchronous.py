@@ -1,7 +1,14 @@
 """Schedules that never empty the pipeline, or not for all stages: `2bw`, `interleaved_2bw`, `pipedream`, `wpipe`."""
 
 from megaasync.schedules.action import Action, Op
-from megaasync.schedules.orders import check_extra, chunked, looped, merge_flushed, merge_unending, with_hand_in
+from megaasync.schedules.orders import (
+    append_reduce,
+    check_extra,
+    chunked,
+    one_f_one_b_order,
+    round_robin_schedule,
+    steady_one_f_one_b_order,
+)
 from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
 
 
@@ -66,11 +73,11 @@ def _stream(
             num_microbatches=num_microbatches,
         )
         forwards, backwards = ([Action(op, rank, 0, k) for k in range(num_microbatches)] for op in (Op.F, Op.B))
-        fill, step = merge_unending(forwards, backwards, ahead=ahead)
+        fill, step = steady_one_f_one_b_order(forwards, backwards, ahead=ahead)
         fills.append(tuple(fill))
-        steady.append(with_hand_in(step, [rank]))
+        steady.append(append_reduce(step, [rank]))
         limits.append(ahead + 1)
-    return looped(
+    return round_robin_schedule(
         name,
         num_ranks=num_ranks,
         chunks=1,
@@ -130,11 +137,11 @@ def interleaved_2bw(
             num_microbatches=num_microbatches,
             chunks=chunks,
         )
-        fill, step = merge_unending(forwards, backwards, ahead=ahead)
+        fill, step = steady_one_f_one_b_order(forwards, backwards, ahead=ahead)
         fills.append(tuple(fill))
-        steady.append(with_hand_in(step, range(rank, num_ranks * chunks, num_ranks)))
+        steady.append(append_reduce(step, range(rank, num_ranks * chunks, num_ranks)))
         limits.append(ahead + 1)
-    return looped(
+    return round_robin_schedule(
         "interleaved_2bw",
         num_ranks=num_ranks,
         chunks=chunks,
@@ -168,9 +175,9 @@ def wpipe(*, num_ranks: int, num_microbatches: int, chunks: int = 2, extra_in_fl
         backwards = [Action(Op.B, second, 0, k) for k in numbers] + [Action(Op.B, first, 0, k) for k in numbers]
         ahead = min(num_ranks - 1 - rank, 2 * num_microbatches)
         fills.append(tuple(Action(Op.F, first, 0, k) for k in numbers))
-        steady.append(with_hand_in(merge_flushed(forwards, backwards, ahead=ahead), [first, second]))
+        steady.append(append_reduce(one_f_one_b_order(forwards, backwards, ahead=ahead), [first, second]))
         limits.append(num_microbatches + min(ahead + 1, 2 * num_microbatches))
-    return looped(
+    return round_robin_schedule(
         "wpipe",
         num_ranks=num_ranks,
         chunks=2,

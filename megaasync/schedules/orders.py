@@ -11,7 +11,7 @@ from megaasync.schedules.action import Action, Op
 from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
 
 
-def merge_flushed(forwards: Sequence[Action], backwards: Sequence[Action], *, ahead: int) -> list[Action]:
+def one_f_one_b_order(forwards: Sequence[Action], backwards: Sequence[Action], *, ahead: int) -> list[Action]:
     """One batch from an empty to an empty pipeline: `ahead` forwards, then in turns, then the backwards that are left.
 
     `backwards` may be longer than `forwards`.
@@ -23,7 +23,7 @@ def merge_flushed(forwards: Sequence[Action], backwards: Sequence[Action], *, ah
     return order
 
 
-def merge_unending(
+def steady_one_f_one_b_order(
     forwards: Sequence[Action], backwards: Sequence[Action], *, ahead: int
 ) -> tuple[list[Action], list[Action]]:
     """(fill, one step) of a stream that is never flushed; the sequences are those of one step, of step 0.
@@ -43,7 +43,7 @@ def merge_unending(
     return fill, steady
 
 
-def with_hand_in(order: Iterable[Action], stages: Iterable[int]) -> tuple[Action, ...]:
+def append_reduce(order: Iterable[Action], stages: Iterable[int]) -> tuple[Action, ...]:
     """The order with each stage's REDUCE_GRAD of step 0 right after its last gradient."""
     order = list(order)
     for stage in stages:
@@ -91,7 +91,7 @@ def check_extra(name: str, *, num_ranks: int, extra_in_flight: int) -> None:
         )
 
 
-def looped(
+def round_robin_schedule(
     name: str,
     *,
     num_ranks: int,

@@ -1,7 +1,7 @@
 """Schedules that empty the pipeline every step: `gpipe`, `1f1b`, `interleaved_1f1b`. Delay 0, one weight version."""
 
 from megaasync.schedules.action import Action, Op
-from megaasync.schedules.orders import check_extra, chunked, looped, merge_flushed, with_hand_in
+from megaasync.schedules.orders import append_reduce, check_extra, chunked, one_f_one_b_order, round_robin_schedule
 from megaasync.schedules.schedule import PipelineSchedule
 
 
@@ -38,8 +38,8 @@ def _one_chunk(name: str, num_ranks: int, num_microbatches: int, *, aheads: list
     steady = []
     for rank, ahead in enumerate(aheads):
         forwards, backwards = ([Action(op, rank, 0, k) for k in range(num_microbatches)] for op in (Op.F, Op.B))
-        steady.append(with_hand_in(merge_flushed(forwards, backwards, ahead=ahead), [rank]))
-    return looped(
+        steady.append(append_reduce(one_f_one_b_order(forwards, backwards, ahead=ahead), [rank]))
+    return round_robin_schedule(
         name,
         num_ranks=num_ranks,
         chunks=1,
@@ -71,12 +71,12 @@ def interleaved_1f1b(
         ahead = min(
             (chunks - 1) * num_ranks + (1 + extra_in_flight) * (num_ranks - 1 - rank), chunks * num_microbatches
         )
-        order = merge_flushed(
+        order = one_f_one_b_order(
             chunked("interleaved_1f1b", Op.F, **size), chunked("interleaved_1f1b", Op.B, **size), ahead=ahead
         )
-        steady.append(with_hand_in(order, range(rank, num_ranks * chunks, num_ranks)))
+        steady.append(append_reduce(order, range(rank, num_ranks * chunks, num_ranks)))
         limits.append(min(ahead + 1, chunks * num_microbatches))
-    return looped(
+    return round_robin_schedule(
         "interleaved_1f1b",
         num_ranks=num_ranks,
         chunks=chunks,

@@ -5,7 +5,7 @@ Weight gradients have no receiver, so they fill what would be bubble.
 
 from megaasync.schedules.action import Action, Op
 from megaasync.schedules.list_scheduling import Priority, list_schedule
-from megaasync.schedules.orders import looped, with_hand_in
+from megaasync.schedules.orders import append_reduce, round_robin_schedule
 from megaasync.schedules.schedule import PipelineSchedule
 
 
@@ -33,8 +33,8 @@ def zb_h1(*, num_ranks: int, num_microbatches: int, chunks: int = 1, extra_in_fl
             order.append(action)
             order += weights[k - rank : k - rank + 1] if k >= rank else []
         order += weights[max(num_microbatches - rank, 0) :]
-        steady.append(with_hand_in(order, [rank]))
-    return looped(
+        steady.append(append_reduce(order, [rank]))
+    return round_robin_schedule(
         "zb_h1",
         num_ranks=num_ranks,
         chunks=1,
@@ -86,6 +86,8 @@ def zbv(*, num_ranks: int, num_microbatches: int, chunks: int = 2, extra_in_flig
         rank_of_stage=rank_of_stage,
         delay=(0,) * num_stages,
         fill=((),) * num_ranks,
-        steady=tuple(with_hand_in(actions, [rank, num_stages - 1 - rank]) for rank, actions in enumerate(best.of_rank)),
+        steady=tuple(
+            append_reduce(actions, [rank, num_stages - 1 - rank]) for rank, actions in enumerate(best.of_rank)
+        ),
         in_flight=(2 * num_ranks,) * num_ranks,
     )

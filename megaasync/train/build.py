@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from megaasync.checkpoint.keeper import CheckpointKeeper
 from megaasync.checkpoint.stage_state import StageState
+from megaasync.checkpoint.writer import AsyncCheckpointWriter
 from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import Config
 from megaasync.data.identity import Identity
 from megaasync.data.microbatches import DataShare, ValidationMicrobatches
 from megaasync.data.prepare import PreparedData
-from megaasync.distributed.action_board import ActionNotes
 from megaasync.distributed.environment import RankEnvironment
+from megaasync.distributed.heartbeat import Heartbeat
 from megaasync.distributed.mesh import Mesh
 from megaasync.distributed.p2p import TensorSpec
 from megaasync.models.parameters import layer_number, parameter_spec
@@ -27,9 +27,9 @@ from megaasync.pipeline.evaluation import Evaluator
 from megaasync.pipeline.executor import Executor, RankPlace
 from megaasync.pipeline.step_runner import StepPolicy, StepRunner
 from megaasync.schedules import Phase, PipelineSchedule, check
-from megaasync.train.checkpointing import RunCheckpoints
+from megaasync.train.checkpointing import CheckpointManager
 from megaasync.train.groups import Groups, connect_groups, make_groups
-from megaasync.train.sizes import DTYPES, StageSizes, needs_of
+from megaasync.train.sizes import DTYPES, StageSizes, buffers_required
 from megaasync.train.stages import agreed_kernels, build_stage, learning_rate_of
 from megaasync.train.tokens import load_tokens, training_source
 from megaasync.train.trainer import Observer, Trainer
@@ -86,7 +86,7 @@ def _channels(config: Config, phases: tuple[Phase, ...], mesh: Mesh, groups: Gro
     )
     transport = Transport(
         spec,
-        posted_ahead=2 + 2 * config.schedule.extra_in_flight,
+        prefetch_recvs=2 + 2 * config.schedule.extra_in_flight,
         # a send to a neighbour is taken at the latest when its answer is needed, microbatches in flight later
         max_outstanding=max(max(phase.schedule.in_flight) for phase in phases) + 2,
         timeout=timedelta(seconds=config.parallel.timeout_seconds) if device.type == "cpu" else None,
@@ -110,7 +110,7 @@ def _checkpoints(
     *,
     rank: int,
     data: Identity,
-) -> RunCheckpoints:
+) -> CheckpointManager:
     """All ranks call it together: it makes a group."""
     is_alone = not dist.is_initialized()
     group = None if is_alone else dist.new_group(backend="gloo", timeout=_SAVE_TIMEOUT)
@@ -125,16 +125,16 @@ def _checkpoints(
                 router_layers=[layer_number(n) for n in sizes.shapes if parameter_spec(n).role is Role.ROUTER],
             )
         )
-    keeper = None
+    writer = None
     if config.checkpoint.interval is not None:
-        keeper = CheckpointKeeper(
+        writer = AsyncCheckpointWriter(
             files.root,
             keep=config.checkpoint.keep,
             is_async=config.checkpoint.async_save,
             group=group,
             say=files.say,
         )
-    return RunCheckpoints(config, keeper=keeper, states=states, runner=runner, group=group, data=data)
+    return CheckpointManager(config, writer=writer, states=states, runner=runner, group=group, data=data)
 
 
 def build_trainer(
@@ -166,10 +166,10 @@ def build_trainer(
     for phase in phases:
         check(phase.schedule)
     schedule = phases[0].schedule  # all phases have the same stages on the same ranks
-    needs = needs_of(phases)
+    needs = buffers_required(phases)
     tokens = load_tokens(config, prepared)
     timeout = timedelta(seconds=config.parallel.timeout_seconds)
-    mesh = Mesh(config.layout, rank=environment.rank, device_type=device.type, timeout=timeout)
+    mesh = Mesh(config.parallel_dims, rank=environment.rank, device_type=device.type, timeout=timeout)
     groups = make_groups(mesh, schedule)
     connect_groups(groups, device=device)
     kernels = agreed_kernels(
@@ -194,7 +194,7 @@ def build_trainer(
         )
         for index in schedule.stages_of(mesh.coordinate("pipeline"))
     ]
-    share = DataShare(config.layout.index(mesh.rank, ("data", "expert")), config.data_ranks)
+    share = DataShare(config.parallel_dims.index(mesh.rank, ("data", "expert")), config.data_ranks)
     recorder = _recorder(config, environment, device)
     runner = StepRunner(
         [update for _, update in stages],
@@ -217,7 +217,7 @@ def build_trainer(
             group=groups.all,
         ),
         recorder=recorder,
-        notes=ActionNotes(environment.board, slot=environment.local_rank),
+        heartbeat=Heartbeat(environment.board, slot=environment.local_rank),
     )
     validation = tokens.validation and ValidationMicrobatches(
         tokens.validation,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from megaasync.checkpoint.folders import folder_name, newest, read_meta, set_aside, wrong_files
-from megaasync.checkpoint.keeper import CheckpointKeeper
+from megaasync.checkpoint.compatibility import check_settings
+from megaasync.checkpoint.paths import folder_name, latest, quarantine, read_meta, wrong_files
 from megaasync.checkpoint.restore import Position, describe, entries_at, restore
-from megaasync.checkpoint.settings import check_settings
 from megaasync.checkpoint.stage_state import StageState
+from megaasync.checkpoint.writer import AsyncCheckpointWriter
 from megaasync.config.plain import in_current_form, to_plain
 from megaasync.config.schema import Config, ConfigError
 from megaasync.data.identity import Identity
@@ -49,8 +49,8 @@ def sound_checkpoint(
             raise ConfigError(f"{words}; take an older one with checkpoint.resume=FOLDER")
         older = None
         if rank == 0:
-            aside = set_aside(path, "damaged")
-            older = newest(folder / "checkpoints")
+            aside = quarantine(path, "damaged")
+            older = latest(folder / "checkpoints")
             if older is not None:
                 say(f"WARNING: {words}; it was renamed to {aside.name}, and the run goes on from {older.path}")
         older = _told_by_all(older and older.path, world_size)[0]
@@ -69,7 +69,7 @@ def _told_by_all(mine: Any, world_size: int) -> list[Any]:
     return found
 
 
-class RunCheckpoints:
+class CheckpointManager:
     """The checkpoints of one rank's part of a run.
 
     Attributes:
@@ -80,7 +80,7 @@ class RunCheckpoints:
         self,
         config: Config,
         *,
-        keeper: CheckpointKeeper | None,
+        writer: AsyncCheckpointWriter | None,
         states: Sequence[StageState],
         runner: StepRunner,
         group: dist.ProcessGroup | None,
@@ -90,14 +90,14 @@ class RunCheckpoints:
 
         Args:
             config: of the run.
-            keeper: None if the run saves nothing.
+            writer: None if the run saves nothing.
             states: of this rank's stages.
             runner: of this rank.
             group: all ranks, over gloo; None for a single rank.
             data: hashes of tokenizer and tokens.
         """
         self._data = data
-        self._config, self._keeper = config, keeper
+        self._config, self._writer = config, writer
         self._states, self._runner, self._group = states, runner, group
         self._compensates = config.correction.name == "taylor"
         self.position: Position | None = None
@@ -133,11 +133,11 @@ class RunCheckpoints:
             group=self._group,
         )
         if (
-            self._keeper is not None
+            self._writer is not None
             and path.name == folder_name(self.position.step)
-            and path.parent.resolve() == self._keeper.root.resolve()
+            and path.parent.resolve() == self._writer.root.resolve()
         ):
-            self._keeper.last_step = self._keeper.saved_step = self.position.step
+            self._writer.last_step = self._writer.saved_step = self.position.step
 
     def _agree(self, problem: str | None) -> None:
         """All ranks raise if one of them has a problem; a rank that alone gave up would leave the others waiting.
@@ -151,21 +151,21 @@ class RunCheckpoints:
     @property
     def longest(self) -> float:
         """Seconds that the longest save took."""
-        return 0.0 if self._keeper is None else self._keeper.longest
+        return 0.0 if self._writer is None else self._writer.longest
 
     @property
     def saved_step(self) -> int:
         """Of the newest checkpoint that this start has made or gone on from; -1 if there is none."""
-        return -1 if self._keeper is None else self._keeper.saved_step
+        return -1 if self._writer is None else self._writer.saved_step
 
     @property
     def problem(self) -> str | None:
         """Why the last save failed; None if it did not."""
-        return None if self._keeper is None else self._keeper.problem
+        return None if self._writer is None else self._writer.problem
 
     def is_due(self, step: int) -> bool:
         """Whether there is no checkpoint of `step` yet, and there should be one."""
-        return self._keeper is not None and self._keeper.last_step != step
+        return self._writer is not None and self._writer.last_step != step
 
     def save(self, step: int, phase: Phase, *, tokens: int, train_loss: float | None) -> None:
         """Begin a checkpoint after `step` steps, if it `is_due`; the pipeline is empty."""
@@ -173,21 +173,23 @@ class RunCheckpoints:
             step, tokens=tokens, train_loss=train_loss, phase=phase, states=self._states, runner=self._runner
         )
         made = {
-            "layout": {name: getattr(self._config.layout, name) for name in ("pipeline", "data", "expert", "tensor")},
+            "layout": {
+                name: getattr(self._config.parallel_dims, name) for name in ("pipeline", "data", "expert", "tensor")
+            },
             "torch": torch.__version__,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "config": to_plain(self._config),
             "data": dict(self._data),
         }
         entries = entries_at(self._states, step, schedule=phase.schedule, compensates=self._compensates)
-        self._keeper.save(step, entries, meta | made, own=own)
+        self._writer.save(step, entries, meta | made, own=own)
 
     def raise_fault(self) -> None:
         """Raise what only this rank's writing met, so that the run ends."""
-        if self._keeper is not None:
-            self._keeper.raise_fault()
+        if self._writer is not None:
+            self._writer.raise_fault()
 
     def wait(self) -> None:
         """Until the save under way is durable or has failed."""
-        if self._keeper is not None:
-            self._keeper.wait()
+        if self._writer is not None:
+            self._writer.wait()

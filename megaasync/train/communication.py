@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from megaasync.config.schema import Config
 from megaasync.models.transformer import TIED_PARAMETER, is_moe_layer
 from megaasync.optim.expert_balance import NUM_LOSSES
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.pipeline.step_stats import StepStats
 from megaasync.schedules import PipelineSchedule
 from megaasync.train.sizes import REPLICAS
@@ -53,11 +53,11 @@ def _expert_bytes(config: Config, layers: range, *, compute: int) -> int:
     return sum(moe.num_experts * _LONG + rows for layer in layers if is_moe_layer(model, layer))
 
 
-def _home_elements(layout: FlatLayout) -> int:
+def _home_elements(layout: FlatParamLayout) -> int:
     """Of one rank: parts of matrices on their way to be whole, and directions on their way back."""
     count = 0
     for run in layout.runs:
-        if run.homes is not None:
+        if run.owners is not None:
             count += run.end - run.start + math.prod(run.state_shape)
     return count
 
@@ -66,7 +66,7 @@ def step_volumes(
     config: Config,
     schedule: PipelineSchedule,
     layers_of_stages: Sequence[range],
-    layouts: Sequence[Sequence[FlatLayout]],
+    layouts: Sequence[Sequence[FlatParamLayout]],
     *,
     compute: int,
     exact: int,
@@ -80,8 +80,8 @@ def step_volumes(
         layouts: of each stage, on each of the ranks that run it.
         compute, exact: bytes of a number in the run's dtype, and in at least float32.
     """
-    model, parallel, mesh = config.model, config.parallel, config.layout
-    replicas, microbatches = mesh.size(REPLICAS), config.num_microbatches
+    model, parallel, dims = config.model, config.parallel, config.parallel_dims
+    replicas, microbatches = dims.size(REPLICAS), config.num_microbatches
     owners = schedule.rank_of_stage
     crossings = 2 * sum(one != other for one, other in itertools.pairwise(owners))
     parts = parallel.tensor if parallel.sequence_parallel else 1
@@ -100,13 +100,13 @@ def step_volumes(
             volumes["expert loads"] += replicas * (moe_layers * model.moe.num_experts + NUM_LOSSES) * _LONG
         for layout in replicas_layouts:
             for bucket in layout.buckets:
-                if mesh.size(bucket.axes) > 1:
+                if dims.size(bucket.axes) > 1:
                     volumes["gradients"] += bucket.size * exact
                     volumes["weights"] += (bucket.owned.stop - bucket.owned.start) * compute
             volumes["whole matrices"] += _home_elements(layout) * exact
-    if mesh.world_size > 1:
+    if dims.world_size > 1:
         terms = StepStats.length(num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
-        volumes["norm"] = mesh.world_size * terms * _LONG
+        volumes["norm"] = dims.world_size * terms * _LONG
     if schedule.clip == "stage" and replicas > 1:
         volumes["norm"] += replicas * schedule.num_stages * 2 * _LONG
     if schedule.is_tied and owners[0] != owners[-1]:

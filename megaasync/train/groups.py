@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import distributed as dist
 
-from megaasync.config.layout import AXES
+from megaasync.config.parallel_dims import AXES
 from megaasync.distributed.mesh import Mesh
 from megaasync.distributed.rank_group import RankGroup
 from megaasync.models.parameters import REDUCTIONS
@@ -31,7 +31,7 @@ class Groups:
 def make_groups(mesh: Mesh, schedule: PipelineSchedule) -> Groups:
     """All ranks make the same kinds of groups in the same order."""
     messages = {name: mesh.new_group("pipeline").handle for name in group_names(schedule.rank_of_stage)}
-    reductions = dict.fromkeys(mesh.layout.effective(axes) for axes in (*REDUCTIONS, REPLICAS))
+    reductions = dict.fromkeys(mesh.dims.effective(axes) for axes in (*REDUCTIONS, REPLICAS))
     return Groups(
         all=mesh.new_group(*AXES),
         norm=mesh.new_group(*AXES),

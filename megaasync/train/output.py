@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from megaasync.checkpoint.folders import mark_of
+from megaasync.checkpoint.paths import mark_of
 from megaasync.cluster.script import REQUEUE
 from megaasync.config.pipeline import phases_of
 from megaasync.config.plain import to_plain
@@ -200,7 +200,7 @@ class RunOutput:
         )
         middle = max(summary["steps"] // 2, 1)
         # of several pipelines that run alike, the one with rank 0
-        timeline = timeline.of_ranks(self._config.layout.ranks_along(0, ("pipeline",)))
+        timeline = timeline.of_ranks(self._config.parallel_dims.ranks_along(0, ("pipeline",)))
         start, end = timeline.part(first_step=middle, last_step=middle + _STEPS_DRAWN - 1)
         if end > start:
             measured = summary["bubble_measured"]

@@ -6,14 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megaasync.config.layout import AXES
+from megaasync.config.parallel_dims import AXES
 from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import Config, ModelConfig, Taylor
 from megaasync.distributed.sharding import Shape
 from megaasync.models.activations import ActivationSizes, stage_bytes, workspace
 from megaasync.models.flops import flops_per_token, forward_flops
 from megaasync.models.parameters import parameter_spec
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.routing import Role
 from megaasync.optim.update_rule import state_elements
 from megaasync.schedules import (
@@ -22,13 +22,13 @@ from megaasync.schedules import (
     Phase,
     PipelineSchedule,
     ScheduleError,
-    ScheduleReport,
+    ScheduleMetrics,
     build_schedule,
     report,
 )
 from megaasync.train.communication import step_volumes
 from megaasync.train.plan_text import size_text
-from megaasync.train.sizes import REPLICAS, StageNeeds, StageSizes, activation_sizes, needs_of
+from megaasync.train.sizes import REPLICAS, StageBuffers, StageSizes, activation_sizes, buffers_required
 
 _HOP = 0.3  # of a forward
 _GIB = 2**30
@@ -95,23 +95,23 @@ class _Stage:
     """
 
     sizes: StageSizes
-    layouts: tuple[FlatLayout, ...]
+    layouts: tuple[FlatParamLayout, ...]
     state_elements: int
     scratch_elements: int
     per_microbatch: int
     workspace: int
 
 
-def _state_elements(layout: FlatLayout, config: Config) -> int:
+def _state_elements(layout: FlatParamLayout, config: Config) -> int:
     of_rules = sum(state_elements(run.rule, run.state_shape) for run in layout.runs)
     remembers = isinstance(config.correction, Taylor) and config.correction.adaptive
     return of_rules + sum(run.end - run.start for run in layout.runs if remembers)
 
 
 def _make_stage(config: Config, schedule: PipelineSchedule, index: int, activations: ActivationSizes) -> _Stage:
-    sizes, mesh = StageSizes(config, schedule, index=index), config.layout
-    first = schedule.rank_of_stage[index] * mesh.size(REPLICAS)
-    layouts = tuple(sizes.flat_layout(rank=rank) for rank in mesh.ranks_along(first, REPLICAS))
+    sizes, dims = StageSizes(config, schedule, index=index), config.parallel_dims
+    first = schedule.rank_of_stage[index] * dims.size(REPLICAS)
+    layouts = tuple(sizes.flat_layout(rank=rank) for rank in dims.ranks_along(first, REPLICAS))
     layers = sizes.layers
     return _Stage(
         sizes,
@@ -123,10 +123,10 @@ def _make_stage(config: Config, schedule: PipelineSchedule, index: int, activati
     )
 
 
-def _bytes_of(stage: _Stage, needs: StageNeeds, index: int, activations: ActivationSizes) -> dict[str, int]:
+def _bytes_of(stage: _Stage, needs: StageBuffers, index: int, activations: ActivationSizes) -> dict[str, int]:
     """By kind, of the rank of a stage that holds most."""
     local = max(layout.size for layout in stage.layouts)
-    owned = max(layout.owned_size for layout in stage.layouts)
+    owned = max(layout.shard_size for layout in stage.layouts)
     return {
         "weights": local * activations.compute * needs.versions[index],
         "gradients": local * activations.exact * needs.gradient_buffers[index],
@@ -137,14 +137,14 @@ def _bytes_of(stage: _Stage, needs: StageNeeds, index: int, activations: Activat
     }
 
 
-def _over_1f1b(config: Config, stages: list[_Stage], needs: StageNeeds, activations: ActivationSizes) -> list[int]:
+def _over_1f1b(config: Config, stages: list[_Stage], needs: StageBuffers, activations: ActivationSizes) -> list[int]:
     """Bytes per stage that an asynchronous schedule holds over 1f1b of the same stages; empty if it has others."""
     schedule = build_schedule(
         "1f1b", num_ranks=config.parallel.pipeline, num_microbatches=config.num_microbatches, tied=False
     )
     if schedule.num_stages != len(stages):
         return []
-    synchronous = needs_of((Phase(schedule, 0, 1, flush_at_end=False),))
+    synchronous = buffers_required((Phase(schedule, 0, 1, flush_at_end=False),))
     return [
         sum(_bytes_of(stage, needs, i, activations).values())
         - sum(_bytes_of(stage, synchronous, i, activations).values())
@@ -156,7 +156,7 @@ def _newton_schulz_flops(stage: _Stage, config: Config) -> float:
     """Of the rank with most: per iteration 4 p^2 q + 2 p^3 for p rows and q columns, p the shorter."""
     steps = getattr(config.optimizer, "newton_schulz_steps", 0)
 
-    def of(layout: FlatLayout) -> float:
+    def of(layout: FlatParamLayout) -> float:
         total = 0.0
         for run in layout.runs:
             if run.matrix_shape is not None:
@@ -169,7 +169,7 @@ def _newton_schulz_flops(stage: _Stage, config: Config) -> float:
 
 
 def _estimates(
-    config: Config, stage: _Stage, figures: ScheduleReport, index: int, activations: ActivationSizes
+    config: Config, stage: _Stage, figures: ScheduleMetrics, index: int, activations: ActivationSizes
 ) -> dict[str, float]:
     """Seconds, from the figures that the cluster group gives for its GPUs; empty if it gives none."""
     cluster = config.cluster
@@ -181,10 +181,10 @@ def _estimates(
     layout = max(stage.layouts, key=lambda one: one.size)
     reduced = gathered = 0.0
     for bucket in layout.buckets:
-        size = config.layout.size(bucket.axes)
+        size = config.parallel_dims.size(bucket.axes)
         reduced += bucket.size * activations.exact * (size - 1) / size
         gathered += bucket.size * activations.compute * (size - 1) / size
-    elementwise = layout.owned_size * 8 * activations.exact / _HBM_BYTES
+    elementwise = layout.shard_size * 8 * activations.exact / _HBM_BYTES
     return {
         "forward": forward,
         "slack": figures.slack[index] * forward,
@@ -239,8 +239,8 @@ def make_plan(config: Config) -> dict[str, Any]:
         slack of the schedule in units of one forward, with a backward of two; the rule and decay of each kind of
         parameter; tokens, operations and communication per step; warnings.
     """
-    model, phases, mesh = config.model, phases_of(config), config.layout
-    schedule, needs = main_schedule(phases), needs_of(phases)
+    model, phases, dims = config.model, phases_of(config), config.parallel_dims
+    schedule, needs = main_schedule(phases), buffers_required(phases)
     activations = activation_sizes(config)
     figures = report(schedule)
     stages, lines, total, active = [], [], 0, 0
@@ -263,7 +263,7 @@ def make_plan(config: Config) -> dict[str, Any]:
         lines.append(
             {
                 "stage": index,
-                "rank": schedule.rank_of_stage[index] * mesh.size(REPLICAS),
+                "rank": schedule.rank_of_stage[index] * dims.size(REPLICAS),
                 "layers": [stage.sizes.layers.start, stage.sizes.layers.stop],
                 "parameters": sum(map(math.prod, shapes.values())),
                 "parameters_per_rank": max(
@@ -292,7 +292,7 @@ def make_plan(config: Config) -> dict[str, Any]:
         "total_parameters": total,
         "active_parameters": active,
         "world_size": config.world_size,
-        "layout": {axis: getattr(mesh, axis) for axis in reversed(AXES)},
+        "layout": {axis: getattr(dims, axis) for axis in reversed(AXES)},
         "sequence_parallel": config.parallel.sequence_parallel,
         "schedule": schedule.name,
         "phases": [

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from megaasync.checkpoint.folders import checkpoints_in
+from megaasync.checkpoint.paths import checkpoints_in
 from megaasync.cluster.record import code_hash
 from megaasync.config.identity import config_hash
 from megaasync.config.schema import Config, ConfigError
@@ -74,7 +74,7 @@ class Needs:
     devices: int | None
 
 
-def _odd_ones(facts: Sequence[Facts], name: str, expected: str | None) -> list[str]:
+def mismatched_hosts(facts: Sequence[Facts], name: str, expected: str | None) -> list[str]:
     """Problems of hosts whose hash is not the expected one, or not that of most ranks."""
     usual = expected or Counter(getattr(fact, name) for fact in facts).most_common(1)[0][0]
     odd = sorted({fact.host for fact in facts if getattr(fact, name) != usual})
@@ -91,7 +91,7 @@ def _odd_ones(facts: Sequence[Facts], name: str, expected: str | None) -> list[s
 
 def problems(facts: Sequence[Facts], needs: Needs) -> list[str]:
     """What is wrong, a line each, with the node's name and the remedy; empty if nothing is."""
-    found = _odd_ones(facts, "code", needs.code) + _odd_ones(facts, "config", needs.config)
+    found = mismatched_hosts(facts, "code", needs.code) + mismatched_hosts(facts, "config", needs.config)
     seen, now = set(), statistics.median(fact.clock for fact in facts)
     for fact in facts:
         if fact.host in seen:

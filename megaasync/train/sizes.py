@@ -11,19 +11,19 @@ from megaasync.distributed.sharding import Shape, Sharding
 from megaasync.models.activations import ActivationSizes
 from megaasync.models.initialize import Part
 from megaasync.models.parameters import roles_of, sharding_of
-from megaasync.models.partition import deal_layers
+from megaasync.models.partition import partition_layers
 from megaasync.models.transformer import TIED_PARAMETER, stage_shapes
 from megaasync.nn.precision import at_least_float32
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.routing import Route, route_parameters
-from megaasync.schedules import Phase, PipelineSchedule, holdings
+from megaasync.schedules import Phase, PipelineSchedule, buffer_counts
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 REPLICAS = ("data", "expert", "tensor")  # the axes whose ranks run the same stages
 
 
 @dataclass(frozen=True, slots=True)
-class StageNeeds:
+class StageBuffers:
     """What each stage must hold, over all phases of a run: weight versions, gradient sums, microbatches in flight."""
 
     versions: tuple[int, ...]
@@ -31,20 +31,20 @@ class StageNeeds:
     activations: tuple[int, ...]
 
 
-def needs_of(phases: tuple[Phase, ...]) -> StageNeeds:
+def buffers_required(phases: tuple[Phase, ...]) -> StageBuffers:
     """The most that any phase needs."""
-    figures = [holdings(phase.schedule) for phase in phases]
+    figures = [buffer_counts(phase.schedule) for phase in phases]
 
     def most(name: str) -> tuple[int, ...]:
         return tuple(max(column) for column in zip(*(getattr(one, name) for one in figures), strict=True))
 
-    return StageNeeds(most("versions"), most("gradient_buffers"), most("activations"))
+    return StageBuffers(most("versions"), most("gradient_buffers"), most("activations"))
 
 
 def layers_of_stages(config: Config) -> tuple[range, ...]:
     """Layers of each stage, as the config deals them."""
     num_stages = phases_of(config)[0].schedule.num_stages
-    return deal_layers(config.model, num_stages=num_stages, layers_per_stage=config.parallel.layers_per_stage)
+    return partition_layers(config.model, num_stages=num_stages, layers_per_stage=config.parallel.layers_per_stage)
 
 
 def activation_sizes(config: Config) -> ActivationSizes:
@@ -95,16 +95,16 @@ class StageSizes:
 
     def parts(self, *, rank: int) -> dict[str, Part]:
         """What a rank has of each parameter."""
-        mesh = self._config.layout
-        return {name: self.shardings[name].local_ranges(s, mesh, rank=rank) for name, s in self.shapes.items()}
+        dims = self._config.parallel_dims
+        return {name: self.shardings[name].local_ranges(s, dims, rank=rank) for name, s in self.shapes.items()}
 
-    def flat_layout(self, *, rank: int) -> FlatLayout:
+    def flat_layout(self, *, rank: int) -> FlatParamLayout:
         """Of a rank."""
-        return FlatLayout(
+        return FlatParamLayout(
             {name: tuple(map(len, part)) for name, part in self.parts(rank=rank).items()},
             self.routes,
             shardings=self.shardings,
-            mesh=self._config.layout,
+            dims=self._config.parallel_dims,
             rank=rank,
             alone=() if self.tied is None else (self.tied,),
         )

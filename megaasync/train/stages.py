@@ -12,22 +12,22 @@ from megaasync.distributed.rank_group import RankGroup
 from megaasync.kernels.backend import Kernels
 from megaasync.kernels.choose import choose_kernels
 from megaasync.models.initialize import initialize_
-from megaasync.models.transformer import DecoderStage, Splits
-from megaasync.nn.computation import Computation
+from megaasync.models.transformer import DecoderStage, ModelParallelGroups
+from megaasync.nn.layer_context import LayerContext
 from megaasync.nn.precision import at_least_float32
 from megaasync.nn.recompute import Recompute
 from megaasync.nn.tensor_parallel import TensorParallel
 from megaasync.nn.torch_kernels import TORCH_KERNELS
-from megaasync.optim.data_parallel import DataParallel
 from megaasync.optim.delay_compensation import DelayCompensation
 from megaasync.optim.lr_schedule import LearningRate, LrShape
+from megaasync.optim.sharded_reducer import ShardedReducer
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.shared_parts import StagePlace, make_shared_parts
 from megaasync.pipeline.stage_compute import StageCompute
 from megaasync.pipeline.stage_update import StageUpdate
 from megaasync.schedules import PipelineSchedule
 from megaasync.train.groups import Groups
-from megaasync.train.sizes import DTYPES, REPLICAS, StageNeeds, StageSizes
+from megaasync.train.sizes import DTYPES, REPLICAS, StageBuffers, StageSizes
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def learning_rate_of(config: Config) -> LearningRate:
 def build_stage(
     config: Config,
     schedule: PipelineSchedule,
-    needs: StageNeeds,
+    needs: StageBuffers,
     *,
     index: int,
     mesh: Mesh,
@@ -72,9 +72,9 @@ def build_stage(
     """The two halves of one stage, with its weights, versions, gradient sums and optimizer."""
     sizes = StageSizes(config, schedule, index=index)
     dtype, layout = DTYPES[config.train.dtype], sizes.flat_layout(rank=mesh.rank)
-    splits = Splits(TensorParallel(groups.tensor, config.parallel.sequence_parallel), groups.expert)
+    splits = ModelParallelGroups(TensorParallel(groups.tensor, config.parallel.sequence_parallel), groups.expert)
     recompute = Recompute(config.train.recompute, kernels.checkpoint)
-    computation = Computation(kernels, recompute, config.train.loss_chunk_tokens)
+    computation = LayerContext(kernels, recompute, config.train.loss_chunk_tokens)
     with _default_dtype(dtype), device:
         module = DecoderStage(config.model, sizes.layers, splits, computation)
     initial = _initial_weights(module, config, sizes, rank=mesh.rank)
@@ -108,8 +108,8 @@ def build_stage(
         place,
         shared,
         optimizer,
-        data_parallel=DataParallel(layout, groups.updates),
-        replicas=groups.updates[mesh.layout.effective(REPLICAS)],
+        data_parallel=ShardedReducer(layout, groups.updates),
+        replicas=groups.updates[mesh.dims.effective(REPLICAS)],
         tied=None if sizes.tied is None else layout.bucket_of(sizes.tied),
     )
     return compute, update

@@ -20,7 +20,7 @@ from megaasync.pipeline.evaluation import Evaluator, ValidationLosses
 from megaasync.pipeline.executor import Executor
 from megaasync.pipeline.step_stats import StepResult
 from megaasync.schedules import Phase
-from megaasync.train.checkpointing import RunCheckpoints
+from megaasync.train.checkpointing import CheckpointManager
 
 _PATIENCE_SECONDS = 3600.0  # with what hangs on disks
 
@@ -93,7 +93,7 @@ class Trainer:
         evaluator: Evaluator,
         *,
         observer: Observer | None = None,
-        checkpoints: RunCheckpoints | None = None,
+        checkpoints: CheckpointManager | None = None,
         began: float | None = None,
         kernels: str = "torch",
     ) -> None:
@@ -140,7 +140,7 @@ class Trainer:
             raise
         finally:
             self.executor.close()
-        self.executor.notes.begin("the end of the run", seconds=_PATIENCE_SECONDS)
+        self.executor.heartbeat.beat("the end of the run", seconds=_PATIENCE_SECONDS)
         return outcome
 
     def _train(self) -> TrainOutcome:
@@ -200,7 +200,7 @@ class Trainer:
             start = perf_counter()
             self._wait_for_save()  # of the one before
             is_async = self._config.checkpoint.async_save
-            self.executor.notes.begin("a checkpoint", seconds=0.0 if is_async else _PATIENCE_SECONDS)
+            self.executor.heartbeat.beat("a checkpoint", seconds=0.0 if is_async else _PATIENCE_SECONDS)
             if not self.executor.has_finite_masters():
                 raise TrainingError(
                     f"step {done}: the weights are not finite, so no checkpoint was made of them; try a lower "
@@ -212,7 +212,7 @@ class Trainer:
 
     def _wait_for_save(self) -> None:
         if self._checkpoints is not None:
-            self.executor.notes.begin("the end of a checkpoint's writing", seconds=_PATIENCE_SECONDS)
+            self.executor.heartbeat.beat("the end of a checkpoint's writing", seconds=_PATIENCE_SECONDS)
             self._checkpoints.wait()
 
     def _check_time_limit(self, seconds: float) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import distributed as dist
 
-from megaasync.checkpoint.folders import read_meta
-from megaasync.checkpoint.rollback import go_back
+from megaasync.checkpoint.paths import read_meta
+from megaasync.checkpoint.rollback import rollback_to
 from megaasync.checkpoint.run_lock import join_folder
 from megaasync.cluster.record import LAUNCH_RECORD
 from megaasync.config.schema import Config, ConfigError, DockerCluster, SlurmCluster
@@ -118,7 +118,7 @@ def run_rank(
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
     if environment.rank == 0:  # nothing of the run was touched before it was clear what it goes on from
-        go_back(folder, 0 if resume is None else read_meta(resume)["step"])
+        rollback_to(folder, 0 if resume is None else read_meta(resume)["step"])
     output = RunOutput(config, folder, data=prepared.identity, began=job.began) if environment.rank == 0 else None
     say = output.say if output is not None else lambda line: None
     files = CheckpointFiles(folder / "checkpoints", resume, say)

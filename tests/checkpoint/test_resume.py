@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megaasync.checkpoint.folders import checkpoints_in, folder_name
+from megaasync.checkpoint.paths import checkpoints_in, folder_name
 from megaasync.entry.spawn import RankFailed, spawn_ranks
 from megaasync.pipeline.stage_compute import StageCompute
 from tests.support.configs import BALANCED, small_config
 from tests.support.runs import CLOCKS, run, run_rank
-from tests.support.tiers import also_slow
+from tests.support.tiers import slow_params
 
 STEPS, SAVED = 9, 4
 LAYOUTS = {
@@ -86,7 +86,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "layout", "schedule", "correction"), also_slow(EXACT, kept=(0, 2), area="survive")
+    ("optimizer", "layout", "schedule", "correction"), slow_params(EXACT, kept=(0, 2), area="survive")
 )
 def test_the_same_layout_goes_on_bit_for_bit(optimizer, layout, schedule, correction):
     whole, root = saved(optimizer, layout, schedule, correction)
@@ -153,7 +153,7 @@ _KEPT = [
 
 
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow("survive"))])
-@pytest.mark.parametrize(("one", "other"), also_slow(PAIRS, kept=_KEPT, area="survive"))
+@pytest.mark.parametrize(("one", "other"), slow_params(PAIRS, kept=_KEPT, area="survive"))
 def test_any_layout_loads_any_other(one, other, optimizer):
     whole, root = saved(optimizer, one, "2bw", "error_feedback")
     config = config_of(optimizer, other, correction__name="error_feedback")

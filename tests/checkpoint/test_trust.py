@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from megaasync.checkpoint.folders import MARK, META, checksum, look_at
+from megaasync.checkpoint.paths import MARK, META, checksum, inspect_checkpoint
 from megaasync.checkpoint.storage import PICKLED, TENSORS, read_metadata
 from megaasync.config import ConfigError
 from megaasync.observe.run_files import write_json
@@ -48,7 +48,7 @@ def sign(folder):
     names = [path.name for path in folder.iterdir() if path.name != MARK]
     files = {name: {"size": (folder / name).stat().st_size, "crc32": checksum(folder / name)} for name in names}
     write_json(folder / MARK, {"files": files})
-    assert look_at(folder).is_complete
+    assert inspect_checkpoint(folder).is_complete
 
 
 def resumed_under_audit(checkpoint, tmp_path, *arguments):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megaasync.checkpoint.folders import checkpoints_in
+from megaasync.checkpoint.paths import checkpoints_in
+from tests.cli.test_preemption_and_restart import RECIPE, assert_same_end
 from tests.cli.test_runs import ranks_of, wait_for_step
-from tests.cli.test_survival import RECIPE, assert_same_end
 from tests.support.cli import environment, metrics, pretrain, summary
-from tests.support.tiers import also_slow
+from tests.support.tiers import slow_params
 
 STEPS = ["train.steps=12", "run.dir=run", "parallel.timeout_seconds=5"]
 
@@ -75,7 +75,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "cause"), also_slow(FAULTS, kept=(2, 4, 6), area="survive"), ids=lambda v: v.split()[0]
+    ("kind", "cause"), slow_params(FAULTS, kept=(2, 4, 6), area="survive"), ids=lambda v: v.split()[0]
 )
 def test_a_fault_in_one_rank_ends_all_and_is_the_last_word(tmp_path, kind, cause):
     status, _, err, seconds = run_faulty(kind, cwd=tmp_path)
@@ -90,7 +90,7 @@ def test_a_fault_in_one_rank_ends_all_and_is_the_last_word(tmp_path, kind, cause
         assert "rank 3 (stage 1, data 1): forward of step 4 on stage 1, microbatch 0, begun " in lasts
 
 
-@pytest.mark.parametrize("kind", also_slow(["step", "kill", "stop"], kept=(1,), area="survive"))
+@pytest.mark.parametrize("kind", slow_params(["step", "kill", "stop"], kept=(1,), area="survive"))
 def test_a_run_is_begun_again_from_its_last_checkpoint(tmp_path, whole, kind):
     """Bit for bit; the fault is at the fourth batch and checkpoints are made every two."""
     status, _, err, _ = run_faulty(
@@ -104,7 +104,7 @@ def test_a_run_is_begun_again_from_its_last_checkpoint(tmp_path, whole, kind):
     assert_same_end(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("policy", also_slow(["stop", "skip"], kept=(0,), area="survive"))
+@pytest.mark.parametrize("policy", slow_params(["stop", "skip"], kept=(0,), area="survive"))
 def test_a_nan_on_one_data_rank_of_the_last_stage(tmp_path, policy):
     """All ranks stop in that step, nothing poisoned is saved, and no restart tries it again; or it is left out."""
     status, _, err, seconds = run_faulty(

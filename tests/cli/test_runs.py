@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import REPOSITORY, TINY, command, environment, metrics, pretrain, small_disk, summary
-from tests.support.tiers import also_slow
+from tests.support.tiers import slow_params
 
 EXACT = ["train.dtype=float64", "train.lr_schedule=constant"]
 
@@ -253,7 +253,7 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 
 @pytest.mark.parametrize(
     ("number", "to"),
-    also_slow(
+    slow_params(
         [
             (number, to)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -302,7 +302,7 @@ def wait_until_heeded(process: subprocess.Popen, number: signal.Signals) -> None
 
 @pytest.mark.parametrize(
     ("number", "delay"),
-    also_slow(
+    slow_params(
         [(number, delay) for number in (signal.SIGINT, signal.SIGTERM) for delay in (0.0, 0.2, 0.8, 2.3)],
         kept=(0, 2, 5, 7),
         area="survive",

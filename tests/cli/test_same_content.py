@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.cli.test_survival import numbers
+from tests.cli.test_preemption_and_restart import numbers
 from tests.support.cli import TINY, metrics, pretrain, tool
 
 DENSE = [*(one for one in TINY if ".moe." not in one and "data" not in one), "model=tiny_dense", "model.num_layers=1"]

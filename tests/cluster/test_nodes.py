@@ -4,7 +4,7 @@ import pytest
 
 from megaasync.config import ConfigError
 from megaasync.distributed import environment
-from megaasync.distributed.slurm import expand_nodes, expand_tasks, meeting_place, port_of
+from megaasync.distributed.slurm import expand_nodes, expand_tasks, port_of, rendezvous_endpoint
 
 NODES = [
     ("n0", ["n0"]),
@@ -88,4 +88,4 @@ def test_a_shell_in_a_job_is_started_bare(monkeypatch):
 
 def test_a_missing_node_list_is_named():
     with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST: is not set"):
-        meeting_place({"SLURM_JOB_ID": "1"})
+        rendezvous_endpoint({"SLURM_JOB_ID": "1"})

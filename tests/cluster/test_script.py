@@ -22,7 +22,7 @@ from tests.entry.test_text_values import SLURM as ANY_SLURM
 from tests.support.cli import REPOSITORY, environment
 from tests.support.configs import small_config
 
-PLAIN = {**ANY_SLURM, "tasks_per_node": 2, "requeue": True}
+DEFAULT_CONTEXT = {**ANY_SLURM, "tasks_per_node": 2, "requeue": True}
 
 SRUN = f"""#!{sys.executable}
 import json, os, pathlib, sys
@@ -50,7 +50,7 @@ true
 
 
 def cluster_of(**changes):
-    return read(SlurmCluster, {**PLAIN, **changes}, "cluster")
+    return read(SlurmCluster, {**DEFAULT_CONTEXT, **changes}, "cluster")
 
 
 def job_of(folder, max_restarts=0, runs=None, data_folders=(), **changes):
@@ -347,12 +347,12 @@ WRONG = [
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[str(one[0]) for one in WRONG])
 def test_wrong_cluster_keys_are_named(changes, message):
     with pytest.raises(ConfigError, match=message):
-        small_config(cluster={**PLAIN, **changes}, parallel__pipeline=2, checkpoint__interval=5)
+        small_config(cluster={**DEFAULT_CONTEXT, **changes}, parallel__pipeline=2, checkpoint__interval=5)
 
 
 def test_requeue_needs_checkpoints():
     with pytest.raises(ConfigError, match=r"cluster.requeue=true: .* set checkpoint.interval"):
-        small_config(cluster=PLAIN, parallel__pipeline=2, checkpoint__interval=None)
+        small_config(cluster=DEFAULT_CONTEXT, parallel__pipeline=2, checkpoint__interval=None)
 
 
 def launch(*arguments, cwd, **env):

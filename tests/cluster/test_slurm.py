@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaasync.checkpoint.folders import checkpoints_in
-from tests.cli.test_survival import RECIPE, assert_same_end
+from megaasync.checkpoint.paths import checkpoints_in
+from tests.cli.test_preemption_and_restart import RECIPE, assert_same_end
 from tests.support.cli import environment, metrics, pretrain, summary
 from tests.support.slurm import slurm_cluster
 

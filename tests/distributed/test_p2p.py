@@ -35,23 +35,23 @@ def slow_receiver(environment, count, unsent):
             sender.send(message(number))
             torch.full(SPEC.shape, float("nan"))  # takes freed memory, if it was freed
             assert len(sender._outstanding) <= 6, "sent tensors pile up"
-        sender.pad(unsent, posted_ahead=POSTED)
+        sender.send_padding(unsent, prefetch_recvs=POSTED)
         sender.flush()
     else:
-        receiver = Receiver(0, SPEC, group, posted_ahead=POSTED, timeout=TIMEOUT)
-        receiver.expect(count + unsent)
+        receiver = Receiver(0, SPEC, group, prefetch_recvs=POSTED, timeout=TIMEOUT)
+        receiver.post_recvs(count + unsent)
         for number in range(count):
             if number % 10 == 0:
                 time.sleep(0.05)
-            intact.append(torch.equal(receiver.take(), message(number)))
+            intact.append(torch.equal(receiver.recv(), message(number)))
         receiver.cancel()
     # the channel is clean: what is sent next arrives first
     if environment.rank == 0:
         sender.send(message(-7 % 1000))
         sender.flush()
     else:
-        receiver.expect(1)
-        intact.append(torch.equal(receiver.take(), message(-7 % 1000)))
+        receiver.post_recvs(1)
+        intact.append(torch.equal(receiver.recv(), message(-7 % 1000)))
     leave_group()
     return intact
 
@@ -80,12 +80,12 @@ def silent_sender(environment, dies):
             os._exit(0)
         time.sleep(6)
         return None
-    receiver = Receiver(0, SPEC, group, posted_ahead=POSTED, timeout=timedelta(seconds=2))
-    receiver.expect(2)
-    receiver.take()
+    receiver = Receiver(0, SPEC, group, prefetch_recvs=POSTED, timeout=timedelta(seconds=2))
+    receiver.post_recvs(2)
+    receiver.recv()
     start = time.monotonic()
     with pytest.raises(TransportError) as raised:
-        receiver.take()
+        receiver.recv()
     return str(raised.value), raised.value.peer, raised.value.is_lost, time.monotonic() - start
 
 

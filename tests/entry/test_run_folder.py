@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import yaml
 
-from megaasync.checkpoint import folders
+from megaasync.checkpoint import paths
 from megaasync.checkpoint.run_lock import join_folder, lock_folder
 from megaasync.config import Config, ConfigError, read, validate
 from megaasync.entry import run_folder
@@ -134,10 +134,10 @@ def test_a_restart_keeps_the_named_checkpoint_until_it_was_loaded(tmp_path):
     for step in (4, 6):
         aside = tmp_path / f"aside{step}"
         aside.mkdir()
-        (aside / folders.META).write_text(json.dumps({"step": step}))
+        (aside / paths.META).write_text(json.dumps({"step": step}))
         root.mkdir(parents=True, exist_ok=True)
-        name = folders.folder_name(step)
-        folders.finish(aside, root / name, {folders.META: folders.checksum(aside / folders.META)})
+        name = paths.folder_name(step)
+        paths.finish(aside, root / name, {paths.META: paths.checksum(aside / paths.META)})
     claimed = Claim(tmp_path / "run", root / "step_00000004", lock_folder(tmp_path / "run"))
     claimed.begin_again()
     assert claimed.resume.name == "step_00000004"
@@ -210,7 +210,7 @@ def test_restarts_of_ranks_are_counted_from_the_last_progress(tmp_path, monkeypa
 
     def fail(*_, **__):
         failures.append(1)
-        raise RankFailed("rank 0 died", is_user_error=False, is_fault=True, details="")
+        raise RankFailed("rank 0 died", is_user_error=False, is_retryable=True, details="")
 
     monkeypatch.setattr(pretrain, "spawn_ranks", fail)
     monkeypatch.setattr(pretrain.time, "sleep", pauses.append)

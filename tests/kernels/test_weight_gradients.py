@@ -10,15 +10,15 @@ from megaasync.kernels.grouped_linear import grouped_linear_loop, grouped_produc
 from megaasync.kernels.weight_gradients import (
     WeightGradientQueue,
     accumulate,
+    attach_queue,
     embedding,
     expert_linear,
     linear,
-    use_queue,
 )
 from megaasync.models.initialize import initialize_
 from megaasync.models.parameters import roles_of
 from megaasync.models.transformer import DecoderStage
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.routing import route_parameters
 from megaasync.pipeline.gradients import GradientBuffers
 from tests.support.configs import small_config
@@ -80,7 +80,7 @@ def test_a_sum_goes_on_when_its_step_comes_again():
     config = small_config(model__moe=None)
     modules = [DecoderStage(config.model, range(4)) for _ in range(2)]
     shapes = {name: tuple(one.shape) for name, one in modules[0].named_parameters()}
-    layout = FlatLayout(shapes, route_parameters(roles_of(shapes), config.optimizer))
+    layout = FlatParamLayout(shapes, route_parameters(roles_of(shapes), config.optimizer))
     sums = GradientBuffers(modules, layout, num_buffers=2, dtype=torch.float32)
     sums.attach(modules[0], 0)
     next(modules[0].parameters()).main_grad.add_(1.0)
@@ -117,7 +117,7 @@ def test_a_whole_model_splits_and_its_matrices_wait():
     batch = Microbatch(tokens[:, :-1], tokens[:, 1:], torch.ones(2, 8, dtype=torch.bool))
     model(None, batch).backward()
     queue = WeightGradientQueue()
-    use_queue(twin, queue)
+    attach_queue(twin, queue)
     deferred = split(twin(None, batch), None, queue)
     matrices = 0
     for name, parameter in twin.named_parameters():

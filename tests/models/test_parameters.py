@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megaasync.config.layout import Layout
+from megaasync.config.parallel_dims import ParallelDims
 from megaasync.entry.spawn import RankFailed, spawn_ranks
 from megaasync.models import transformer
 from megaasync.models.initialize import initialize_
@@ -86,7 +86,7 @@ def test_roles_and_thin_matrices():
 
 def test_parts_of_all_ranks_are_the_whole():
     """Each element of each parameter lies on as many ranks as the axes that do not split it have."""
-    layout = Layout(expert=2, tensor=2)
+    layout = ParallelDims(expert=2, tensor=2)
     for name, shape in shapes_of({"model__qk_norm": True}).items():
         counts = torch.zeros(shape)
         for rank in range(4):

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megaasync.config.layout import Layout
+from megaasync.config.parallel_dims import ParallelDims
 from megaasync.data.microbatches import Microbatch
 from megaasync.distributed.rank_group import RankGroup
 from megaasync.kernels.grouped_linear import grouped_linear_loop
 from megaasync.kernels.weight_gradients import expert_linear
 from megaasync.models.initialize import initialize_
 from megaasync.models.parameters import sharding_of
-from megaasync.models.partition import deal_layers, head_cost, layer_cost
-from megaasync.models.transformer import DecoderStage, Splits
+from megaasync.models.partition import head_cost, layer_cost, partition_layers
+from megaasync.models.transformer import DecoderStage, ModelParallelGroups
 from megaasync.nn.loss import cross_entropy_sum
 from megaasync.nn.moe import MoE
 from megaasync.nn.norm import RMSNorm
@@ -150,7 +150,7 @@ def test_stages_put_together_are_the_whole_model_with_the_same_weights():
     config = small_config().model
     whole = DecoderStage(config, range(config.num_layers))
     initialize_(dict(whole.named_parameters()), config, seed=5)
-    stages = [DecoderStage(config, layers) for layers in deal_layers(config, num_stages=3)]
+    stages = [DecoderStage(config, layers) for layers in partition_layers(config, num_stages=3)]
     for stage in stages:
         initialize_(dict(stage.named_parameters()), config, seed=5)
     names = [name for stage in stages for name, _ in stage.named_parameters()]
@@ -190,7 +190,7 @@ def test_layers_are_dealt_as_evenly_as_can_be(num_stages):
         costs[-1] += head_cost(config)
         return max(costs)
 
-    dealt = deal_layers(config, num_stages=num_stages)
+    dealt = partition_layers(config, num_stages=num_stages)
     assert [i for r in dealt for i in r] == list(range(config.num_layers))
     assert all(len(r) > 0 for r in dealt)
     best = min(largest(cuts) for cuts in combinations(range(1, config.num_layers), num_stages - 1))
@@ -232,12 +232,12 @@ def test_initial_parts_are_parts_of_the_whole_and_no_two_are_equal(sequence_para
     whole = DecoderStage(config, range(config.num_layers))
     initialize_(dict(whole.named_parameters()), config, seed=3)
     weights = {name: p.detach() for name, p in whole.named_parameters()}
-    layout = Layout(pipeline=1, data=2, expert=2, tensor=2)
+    layout = ParallelDims(pipeline=1, data=2, expert=2, tensor=2)
     for rank in range(layout.world_size):
         groups = {
             axis: RankGroup(None, layout.coordinate(rank, axis), getattr(layout, axis)) for axis in ("tensor", "expert")
         }
-        splits = Splits(TensorParallel(groups["tensor"], sequence_parallel), groups["expert"])
+        splits = ModelParallelGroups(TensorParallel(groups["tensor"], sequence_parallel), groups["expert"])
         part = DecoderStage(config, range(config.num_layers), splits)
         parts = {
             name: sharding_of(name, sequence_parallel=sequence_parallel).local_ranges(w.shape, layout, rank=rank)

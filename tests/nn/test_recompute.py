@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from megaasync.data.microbatches import Microbatch
-from megaasync.kernels.weight_gradients import WeightGradientQueue, accumulate, use_queue
+from megaasync.kernels.weight_gradients import WeightGradientQueue, accumulate, attach_queue
 from megaasync.models.initialize import initialize_
 from megaasync.models.transformer import DecoderStage, TransformerBlock
-from megaasync.nn.computation import Computation
+from megaasync.nn.layer_context import LayerContext
 from megaasync.nn.loss import cross_entropy_sum, head_loss
 from megaasync.nn.norm import RMSNorm
 from megaasync.nn.recompute import Recompute
@@ -24,7 +24,7 @@ def model_of(config, mode, chunk=None):
         model = DecoderStage(
             config,
             range(config.num_layers),
-            computation=Computation(TORCH_KERNELS, Recompute(mode, TORCH_KERNELS.checkpoint), chunk),
+            computation=LayerContext(TORCH_KERNELS, Recompute(mode, TORCH_KERNELS.checkpoint), chunk),
         )
     finally:
         torch.set_default_dtype(torch.float32)
@@ -48,7 +48,7 @@ def numbers(model, batch, *, splits=False):
         loss.backward()
         return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
     queue = WeightGradientQueue()
-    use_queue(model, queue)
+    attach_queue(model, queue)
     loss = model(None, batch)
     with queue.collect() as deferred:
         loss.backward()
@@ -128,7 +128,7 @@ def test_a_view_in_another_order_is_kept_as_it_is():
     """It has the address and the size of what can be made again, and other contents."""
     recompute, x = Recompute("selective"), torch.arange(6.0, requires_grad=True)
     made = (x * 2).view(2, 3)
-    with recompute.instead_of(made, lambda: (x.detach() * 2).view(2, 3)):
+    with recompute.recompute_in_backward(made, lambda: (x.detach() * 2).view(2, 3)):
         y = (made.T * made.T.detach()).sum() + made.square().sum()
     (grad,) = torch.autograd.grad(y, x)
     torch.testing.assert_close(grad, 3 * 4 * x.detach())
@@ -146,7 +146,7 @@ def test_the_loss_in_chunks_is_the_loss(chunk, dtype):
     wide = [one.detach().double().requires_grad_() for one in (x, weight)]
     expected = 2 * cross_entropy_sum(wide[0] @ wide[1].T, labels, mask)
     expected.backward()
-    loss = 2 * head_loss(x, weight, labels, mask, vocab_size=11, computation=Computation(loss_chunk_tokens=chunk))
+    loss = 2 * head_loss(x, weight, labels, mask, vocab_size=11, computation=LayerContext(loss_chunk_tokens=chunk))
     loss.backward()
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert loss.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
@@ -156,7 +156,7 @@ def test_the_loss_in_chunks_is_the_loss(chunk, dtype):
         torch.testing.assert_close(ours.grad.double() / largest, theirs.grad / largest, rtol=0, atol=tolerance)
     assert (
         head_loss(
-            x, weight, labels, torch.zeros_like(mask), vocab_size=11, computation=Computation(loss_chunk_tokens=chunk)
+            x, weight, labels, torch.zeros_like(mask), vocab_size=11, computation=LayerContext(loss_chunk_tokens=chunk)
         )
         == 0
     )
@@ -166,7 +166,7 @@ def test_no_more_than_a_chunk_of_logits_is_ever_held(monkeypatch):
     """The largest tensor that the loss makes has a chunk's rows."""
     largest = [0]
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class HangDetector(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
             for one in result if isinstance(result, tuple | list) else (result,):
@@ -176,6 +176,6 @@ def test_no_more_than_a_chunk_of_logits_is_ever_held(monkeypatch):
 
     x, weight = torch.randn(2, 32, 6, requires_grad=True), torch.randn(101, 6, requires_grad=True)
     labels, mask = torch.randint(0, 101, (2, 32)), torch.ones(2, 32, dtype=torch.bool)
-    with Watch():
-        head_loss(x, weight, labels, mask, vocab_size=101, computation=Computation(loss_chunk_tokens=8)).backward()
+    with HangDetector():
+        head_loss(x, weight, labels, mask, vocab_size=101, computation=LayerContext(loss_chunk_tokens=8)).backward()
     assert largest[0] == 8

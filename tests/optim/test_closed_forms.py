@@ -10,7 +10,7 @@ import torch
 
 from megaasync.config.schema import SgdConfig
 from megaasync.optim.elementwise_rules import Sgd
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.routing import Role, Route
 from megaasync.optim.stage_optimizer import StageOptimizer
 
@@ -93,7 +93,7 @@ def test_rounding_does_not_pile_up_over_20000_steps():
     """
     size, generator = 256, torch.Generator().manual_seed(0)
     start = torch.randn(size, generator=generator)
-    layout = FlatLayout({"w": (size,)}, {"w": Route(Role.VECTOR, Sgd(), 0.0, False)})
+    layout = FlatParamLayout({"w": (size,)}, {"w": Route(Role.VECTOR, Sgd(), 0.0, False)})
     dtypes, published = (torch.float32, torch.float64), {}
     optimizers = {d: StageOptimizer(layout, [start], dtype=d, learning_rate=lambda k: 1e-4) for d in dtypes}
     off = {}

@@ -8,7 +8,7 @@ import pytorch_optimizer
 import torch
 
 from megaasync.models.parameters import roles_of
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.matrix_rules import Mars, NorMuon
 from megaasync.optim.routing import Role, render_routing, route_parameters
 from megaasync.optim.soap import Soap
@@ -33,7 +33,7 @@ def gradients(step):
 
 def ours(config, *, error_feedback=False):
     """Trajectory of z by name."""
-    layout = FlatLayout(SHAPES, route_parameters(roles_of(SHAPES), config.optimizer))
+    layout = FlatParamLayout(SHAPES, route_parameters(roles_of(SHAPES), config.optimizer))
     optimizer = StageOptimizer(
         layout, list(random_tensors(7).values()), dtype=torch.float64, learning_rate=lambda k: LR
     )
@@ -44,7 +44,7 @@ def ours(config, *, error_feedback=False):
             view.copy_(grad)
         optimizer.step(flat, scale=1.0, publish=published, lookahead_steps=int(error_feedback))
         whole = torch.zeros_like(flat)
-        layout.spread_owned(optimizer.master, whole)
+        layout.scatter_shard(optimizer.master, whole)
         found.append({n: v.clone() for n, v in zip(layout.names, layout.views(whole), strict=True)})
     return found
 
@@ -208,7 +208,7 @@ def test_normuon_points_where_a_librarys_does():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_zero_gradient_decays_only(name):
     config = small_config(name)
-    layout = FlatLayout(SHAPES, route_parameters(roles_of(SHAPES), config.optimizer))
+    layout = FlatParamLayout(SHAPES, route_parameters(roles_of(SHAPES), config.optimizer))
     start = random_tensors(7)
     optimizer = StageOptimizer(layout, list(start.values()), dtype=torch.float64, learning_rate=lambda k: LR)
     published = torch.zeros(layout.size, dtype=torch.float64)
@@ -279,7 +279,7 @@ EVERY = ["sgd", "adamw", "muon", *OPTIMIZERS, "torch"]
 def test_bfloat16_parameters_have_float32_masters_and_states(name):
     """100 updates far below bfloat16's step add up; what is published is z's rounding."""
     config = small_config(name, optimizer__weight_decay=0.0)
-    layout = FlatLayout(SHAPES, route_parameters(roles_of(SHAPES), config.optimizer))
+    layout = FlatParamLayout(SHAPES, route_parameters(roles_of(SHAPES), config.optimizer))
     start = {n: torch.ones(s, dtype=torch.bfloat16) for n, s in SHAPES.items()}
     optimizer = StageOptimizer(layout, list(start.values()), dtype=torch.float32, learning_rate=lambda k: 1e-5)
     published = torch.zeros(layout.size, dtype=torch.bfloat16)
@@ -290,7 +290,7 @@ def test_bfloat16_parameters_have_float32_masters_and_states(name):
         optimizer.step(flat, scale=1.0, publish=published, lookahead_steps=0)
     assert all(tensor.dtype is torch.float32 for state in optimizer.states for tensor in state.values())
     whole = torch.zeros(layout.size)
-    layout.spread_owned(optimizer.master, whole)
+    layout.scatter_shard(optimizer.master, whole)
     assert torch.equal(whole.to(torch.bfloat16), published)
     for parameter, z in zip(layout.names, layout.views(whole), strict=True):
         assert 1e-5 < (z - 1).abs().max() < 0.05, parameter
@@ -300,7 +300,7 @@ def test_bfloat16_parameters_have_float32_masters_and_states(name):
 @pytest.mark.parametrize("chosen", [[], ["layers.0.mlp_norm.weight"], ["layers.0.attention.query.weight"]])
 def test_no_matrix_no_vector_and_nothing_at_all(name, chosen):
     shapes = {n: SHAPES[n] for n in chosen}
-    layout = FlatLayout(shapes, route_parameters(roles_of(shapes), small_config(name).optimizer))
+    layout = FlatParamLayout(shapes, route_parameters(roles_of(shapes), small_config(name).optimizer))
     start = [torch.ones(s, dtype=torch.float64) for s in shapes.values()]
     optimizer = StageOptimizer(layout, start, dtype=torch.float64, learning_rate=lambda k: 0.1)
     published = torch.zeros(layout.size, dtype=torch.float64)

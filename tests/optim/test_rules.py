@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megaasync.models.parameters import roles_of
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.newton_schulz import orthogonalize
 from megaasync.optim.routing import Role, route_parameters
 from megaasync.optim.stage_optimizer import StageOptimizer
@@ -35,7 +35,7 @@ class Product:
     """The product's optimizer on named tensors."""
 
     def __init__(self, config, initial, learning_rate, error_feedback=False):
-        self.layout = FlatLayout(SHAPES, route_parameters(roles_of(SHAPES), config.optimizer))
+        self.layout = FlatParamLayout(SHAPES, route_parameters(roles_of(SHAPES), config.optimizer))
         self.optimizer = StageOptimizer(
             self.layout,
             list(initial.values()),
@@ -193,7 +193,7 @@ def test_a_zero_gradient_gives_decay_only(optimizer):
 
 def test_equal_matrices_are_one_stack():
     """Newton-Schulz runs once per shape, not once per tensor."""
-    layout = FlatLayout(SHAPES, route_parameters(roles_of(SHAPES), small_config("muon").optimizer))
+    layout = FlatParamLayout(SHAPES, route_parameters(roles_of(SHAPES), small_config("muon").optimizer))
     stacks = sorted(tuple(g.view(torch.zeros(layout.size)).shape) for g in layout.runs if g.matrix_shape)
     assert stacks == [(1, 3, 6), (2, 6, 6), (4, 5, 6), (4, 6, 5)]
 
@@ -216,7 +216,7 @@ def test_a_step_in_parts_is_the_step(optimizer, monkeypatch):
 
 
 def test_views_cover_the_buffer_once():
-    layout = FlatLayout(SHAPES, route_parameters(roles_of(SHAPES), small_config("muon").optimizer))
+    layout = FlatParamLayout(SHAPES, route_parameters(roles_of(SHAPES), small_config("muon").optimizer))
     flat = torch.zeros(layout.size)
     for view in layout.views(flat):
         view.add_(1)
@@ -260,7 +260,7 @@ def test_orthogonalisation_leaves_its_input_and_zero_alone():
 
 def test_float32_master_moves_where_bfloat16_would_not():
     """Weight 1.0, update 1e-4, 100 steps: the master moves by 1e-2 though bf16 cannot hold a single step."""
-    layout = FlatLayout(
+    layout = FlatParamLayout(
         {"w": (8, 8)}, route_parameters({"w": Role.MATRIX}, small_config("sgd", optimizer__weight_decay=0.0).optimizer)
     )
     start = torch.ones(8, 8, dtype=torch.bfloat16)
@@ -281,7 +281,7 @@ def test_stability_limits_on_a_quadratic(mode, stable, unstable):
     optimizer_config = small_config("sgd", optimizer__weight_decay=0.0).optimizer
 
     def end(a):
-        layout = FlatLayout({"w": (1,)}, route_parameters({"w": Role.VECTOR}, optimizer_config))
+        layout = FlatParamLayout({"w": (1,)}, route_parameters({"w": Role.VECTOR}, optimizer_config))
         optimizer = StageOptimizer(
             layout,
             [torch.ones(1, dtype=torch.float64)],

@@ -15,7 +15,7 @@ from megaasync.config import Config
 from megaasync.data.microbatches import Microbatch, TokenSequences, TrainingMicrobatches
 from megaasync.data.synthetic import MarkovSource
 from megaasync.models.initialize import initialize_
-from megaasync.models.partition import deal_layers
+from megaasync.models.partition import partition_layers
 from megaasync.models.transformer import DecoderStage
 from megaasync.nn.router import Routing
 
@@ -79,7 +79,7 @@ def learning_rate(k: int, config: Config) -> float:
 def stage_of_parameter(config: Config, num_stages: int) -> dict[str, int]:
     """Which of the stages holds each parameter; a tied embedding counts as the first's."""
     stages = {}
-    for index, layers in reversed(list(enumerate(deal_layers(config.model, num_stages=num_stages)))):
+    for index, layers in reversed(list(enumerate(partition_layers(config.model, num_stages=num_stages)))):
         for name, _ in DecoderStage(config.model, layers).named_parameters():
             stages[name] = index
     return stages

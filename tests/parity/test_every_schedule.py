@@ -9,7 +9,7 @@ from megaasync.schedules import SCHEDULES
 from tests.parity.reference import Reference, largest_gap, reference_run
 from tests.support.configs import small_config
 from tests.support.runs import RunNumbers, assert_same_run, run
-from tests.support.tiers import also_slow
+from tests.support.tiers import slow_params
 
 TOLERANCE = 1e-9
 
@@ -54,7 +54,9 @@ SYNCHRONOUS = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "stages", "microbatches"), also_slow(SYNCHRONOUS, kept=(2, 6, 9, 10, 13, 15, 17)))
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches"), slow_params(SYNCHRONOUS, kept=(2, 6, 9, 10, 13, 15, 17))
+)
 def test_synchronous_schedules_equal_one_rank(schedule, stages, microbatches):
     optimizer = "muon" if stages == 2 else "adamw"
     assert_equals_one_rank(config_of(schedule, stages, microbatches, optimizer))
@@ -67,7 +69,7 @@ def test_three_chunks_and_more_in_flight():
 @pytest.mark.parametrize("correction", ["none", "error_feedback"])
 @pytest.mark.parametrize(
     ("stages", "microbatches", "optimizer", "extra"),
-    also_slow([(1, 3, "adamw", 0), (2, 2, "muon", 0), (2, 6, "adamw", 1), (4, 4, "adamw", 0)], kept=(1, 2)),
+    slow_params([(1, 3, "adamw", 0), (2, 2, "muon", 0), (2, 6, "adamw", 1), (4, 4, "adamw", 0)], kept=(1, 2)),
 )
 def test_interleaved_2bw_equals_the_loop(stages, microbatches, optimizer, extra, correction):
     config = config_of(
@@ -89,7 +91,7 @@ def test_2bw_with_more_in_flight_equals_the_loop(stages, microbatches):
 
 @pytest.mark.parametrize("correction", ["none", "error_feedback"])
 @pytest.mark.parametrize(
-    ("stages", "optimizer"), also_slow([(1, "muon"), (2, "muon"), (2, "adamw"), (4, "adamw")], kept=(1, 3))
+    ("stages", "optimizer"), slow_params([(1, "muon"), (2, "muon"), (2, "adamw"), (4, "adamw")], kept=(1, 3))
 )
 def test_pipedream_equals_the_loop(stages, correction, optimizer):
     """Stage s is P-1-s updates behind and clips by its own norm; error feedback looks as far ahead."""
@@ -101,7 +103,7 @@ def test_pipedream_equals_the_loop(stages, correction, optimizer):
 @pytest.mark.parametrize("correction", ["none", "error_feedback"])
 @pytest.mark.parametrize(
     ("stages", "microbatches", "optimizer"),
-    also_slow([(1, 2, "adamw"), (2, 1, "muon"), (2, 3, "adamw"), (4, 2, "adamw")], kept=(1, 2)),
+    slow_params([(1, 2, "adamw"), (2, 1, "muon"), (2, 3, "adamw"), (4, 2, "adamw")], kept=(1, 2)),
 )
 def test_wpipe_equals_the_loop(stages, microbatches, optimizer, correction):
     """The first half of the stages is one update behind, the second half none."""
@@ -160,7 +162,7 @@ TIED = [
 
 @pytest.mark.parametrize(
     ("schedule", "stages", "microbatches", "delay", "overlap"),
-    also_slow(
+    slow_params(
         [*((*case, True) for case in TIED), *((*TIED[number], False) for number in (0, 4, 6, 8))],
         kept=(0, 4, 6, 8, 12),
     ),
@@ -190,7 +192,7 @@ PHASES = {"schedule__sync_start_steps": 5, "schedule__sync_cooldown_steps": 5, "
 @pytest.mark.parametrize("correction", ["none", "error_feedback"])
 @pytest.mark.parametrize(
     ("schedule", "stages", "microbatches", "optimizer", "delay"),
-    also_slow(
+    slow_params(
         [
             ("2bw", 1, 2, "adamw", 1),
             ("2bw", 2, 2, "muon", 1),
@@ -235,7 +237,7 @@ def test_other_phases_are_noticed():
         assert largest_gap(weights, reference_run(config, delay=1).weights) > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("schedule", also_slow(["2bw", "interleaved_2bw", "1f1b", "wpipe"], kept=(0,)))
+@pytest.mark.parametrize("schedule", slow_params(["2bw", "interleaved_2bw", "1f1b", "wpipe"], kept=(0,)))
 def test_the_hidden_step_has_the_bits_of_the_exposed_one(schedule):
     def numbers(overlap):
         config = config_of(

@@ -8,7 +8,7 @@ from megaasync.distributed.groups import leave_group
 from megaasync.entry.spawn import spawn_ranks
 from tests.parity.test_mesh import DENSE, ODD, config_of
 from tests.pipeline.test_executor import build
-from tests.support.tiers import also_slow
+from tests.support.tiers import slow_params
 
 STEPS = 20
 
@@ -46,7 +46,7 @@ def first_difference(one, other):
 
 @pytest.mark.parametrize(
     ("layout", "sequence_parallel", "base"),
-    also_slow([((2, 1, 2, 1), True, DENSE), ((1, 2, 1, 2), False, ODD)], kept=(1,), area="layouts"),
+    slow_params([((2, 1, 2, 1), True, DENSE), ((1, 2, 1, 2), False, ODD)], kept=(1,), area="layouts"),
 )
 def test_float32_follows_one_rank(layout, sequence_parallel, base):
     def ranks(layout, **arguments):

@@ -4,14 +4,14 @@ import pytest
 
 from tests.support.configs import small_config
 from tests.support.runs import assert_same_run, run
-from tests.support.tiers import also_slow
+from tests.support.tiers import slow_params
 
 TOLERANCE = 1e-9
 
 
 @pytest.mark.parametrize(
     ("schedule", "optimizer", "correction"),
-    also_slow(
+    slow_params(
         [
             ("1f1b", "adamw", "none"),
             ("1f1b", "muon", "none"),
@@ -88,7 +88,7 @@ CORRECTIONS = {
 
 @pytest.mark.parametrize(
     ("stages", "schedule", "correction"),
-    also_slow(
+    slow_params(
         [(p, *case) for p in (1, 2) for case in (("1f1b", "none"), ("2bw", "error_feedback"), ("2bw", "taylor"))],
         kept=(2, 4),
     ),

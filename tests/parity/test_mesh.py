@@ -11,7 +11,7 @@ from functools import lru_cache
 import pytest
 
 from megaasync.config import Config
-from megaasync.config.layout import AXES, Layout
+from megaasync.config.parallel_dims import AXES, ParallelDims
 from megaasync.config.schema import NoCorrection
 from tests.parity.reference import largest_gap, reference_run, validation_loss
 from tests.support.configs import BALANCED, small_config
@@ -81,7 +81,7 @@ def test_a_layout_changes_no_number(layout, schedule, optimizer, sequence_parall
 
 def every_layout():
     for layout in itertools.product((1, 2), repeat=4):
-        if 1 < Layout(*layout).world_size <= 8:
+        if 1 < ParallelDims(*layout).world_size <= 8:
             for sequence_parallel in (False, True)[: layout[0]]:
                 yield layout, sequence_parallel
 
@@ -223,7 +223,7 @@ def test_each_balancing_acts(name):
 
 def test_the_mesh_of_ranks():
     """Tensor-parallel ranks are neighbours; groups partition the ranks."""
-    layout = Layout(pipeline=2, data=3, expert=2, tensor=2)
+    layout = ParallelDims(pipeline=2, data=3, expert=2, tensor=2)
     assert layout.world_size == 24
     assert layout.ranks_along(5, ("tensor",)) == (4, 5)
     assert layout.ranks_along(5, ("pipeline",)) == (5, 17)

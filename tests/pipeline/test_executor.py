@@ -19,13 +19,13 @@ from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.entry.spawn import RankFailed, spawn_ranks
-from megaasync.optim.data_parallel import sum_of_squares
+from megaasync.optim.sharded_reducer import sum_of_squares
 from megaasync.pipeline import TrainingError
 from megaasync.schedules import COMPUTE_OPS, Op
 from megaasync.train.build import build_trainer
 from tests.support.configs import small_config
 from tests.support.runs import RunNumbers, run
-from tests.support.tiers import also_slow
+from tests.support.tiers import slow_params
 
 ALONE = RankEnvironment(0, 1, 0, 1, "")
 
@@ -267,7 +267,7 @@ EXPOSED_STOPS = [("2bw", 1, 9), ("2bw", 2, 14), ("wpipe", 2, 30)]
 
 @pytest.mark.parametrize(
     ("schedule", "rank", "at", "overlap"),
-    also_slow(
+    slow_params(
         [*((*stop, True) for stop in STOPS), *((*stop, False) for stop in EXPOSED_STOPS)],
         kept=(0, 3, 6, 8, 11, 13, 16, 18, 20),
     ),
@@ -422,7 +422,7 @@ def test_forwards_and_backwards_go_on_during_a_step():
 
 
 COMPUTE_CALLS = ("forward", "backward", "take_sums", "evaluate")
-UPDATE_CALLS = ("reduce", "squares", "routing_figures", "step")
+UPDATE_CALLS = ("reduce", "squares", "routing_stats", "step")
 
 
 def watched_rank(environment, config):
@@ -458,7 +458,7 @@ def test_each_half_of_a_stage_has_its_thread(overlap):
         assert all(seen[name] == {"MainThread"} for name in COMPUTE_CALLS)
         stepping = {"background"} if overlap else {"MainThread"}
         assert seen["reduce"] == seen["step"] == stepping
-        assert seen["squares"] == seen["routing_figures"] == {"background"}
+        assert seen["squares"] == seen["routing_stats"] == {"background"}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

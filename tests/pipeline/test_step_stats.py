@@ -2,7 +2,7 @@
 
 import torch
 
-from megaasync.optim.expert_balance import NUM_FIGURES
+from megaasync.optim.expert_balance import NUM_STATS
 from megaasync.pipeline.step_stats import StepResult, StepStats
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_a_step_by_hand():
         stats_of(2, 400.0, losses=[1.0, 2.0, 3.0, 0.0], tokens=3.0),
         stats_of(2, 56.0, losses=[4.0, 3.0, 2.0, 1.0], tokens=5.0),
     )
-    assert NUM_FIGURES == 5
+    assert NUM_STATS == 5
     assert result == StepResult(7, 2.0, 25 / 8, 8, 1.5, True, 1.5, (1.0, 2.0, 0.0), (), ())
     assert result.is_finite
 

@@ -25,7 +25,7 @@ def _happen(kind):
 
 
 def _plant(kind):
-    from megaasync.checkpoint import keeper
+    from megaasync.checkpoint import writer
     from megaasync.optim.stage_optimizer import StageOptimizer
     from megaasync.pipeline.stage_compute import StageCompute
 
@@ -36,8 +36,8 @@ def _plant(kind):
         "stop": (StageCompute, "forward"),
         "backward": (StageCompute, "backward"),
         "step": (StageOptimizer, "step"),
-        "copy": (keeper, "copied"),
-        "writer": (keeper, "bytes_of"),
+        "copy": (writer, "copied"),
+        "writer": (writer, "bytes_of"),
     }[kind]
     original, calls = getattr(owner, name), []
 

@@ -65,7 +65,7 @@ def run_rank(
 
 def put_together(parts: list[RunNumbers], config: Config) -> dict[str, np.ndarray]:
     """Whole weights from every rank's parts; ranks that hold the same part must agree to the bit."""
-    mesh, by_place = config.layout, {}
+    mesh, by_place = config.parallel_dims, {}
     for rank, part in enumerate(parts):
         for name, weight in part.weights.items():
             sharding = sharding_of(name, sequence_parallel=config.parallel.sequence_parallel)

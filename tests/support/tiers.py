@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 
-def also_slow(cases: Sequence[Any], *, kept: Collection[int], area: str = "engine") -> list[Any]:
+def slow_params(cases: Sequence[Any], *, kept: Collection[int], area: str = "engine") -> list[Any]:
     """The cases whose numbers are kept run by default, the others in the slow tier."""
     slow = pytest.mark.slow(area)
     return [

@@ -12,12 +12,12 @@ from bench.case import Case
 from bench.real import real_config, run_rank
 from bench.torch_schedules import TORCH_SCHEDULES, run_real_rank
 from megaasync.entry.spawn import spawn_ranks
-from tests.support.tiers import also_slow
+from tests.support.tiers import slow_params
 
 SMALL = ("model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.seq_length=16")
 
 
-@pytest.mark.parametrize("name", also_slow(list(TORCH_SCHEDULES), kept=(1, 4)))
+@pytest.mark.parametrize("name", slow_params(list(TORCH_SCHEDULES), kept=(1, 4)))
 def test_losses_are_ours(name):
     ours = Case("megaasync", "1f1b", 2, 4, 6)
     _, losses = spawn_ranks(run_rank, (real_config(ours, SMALL),), world_size=2)[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaasync.checkpoint import folders
+from megaasync.checkpoint import paths
 from megaasync.cluster.record import code_hash
 from megaasync.config.identity import config_hash
 from megaasync.distributed import TransportError
@@ -147,10 +147,8 @@ def test_a_changed_code_stops_a_new_run_and_is_told_of_in_one_that_goes_on(tmp_p
         spawn_ranks(flying_rank, (config, tmp_path, launched, None), world_size=2)
     whole = tmp_path / "whole"
     whole.mkdir()
-    (whole / folders.META).write_text('{"step": 5}')
-    folders.finish(
-        whole, tmp_path / "checkpoints" / "step_00000005", {folders.META: folders.checksum(whole / folders.META)}
-    )
+    (whole / paths.META).write_text('{"step": 5}')
+    paths.finish(whole, tmp_path / "checkpoints" / "step_00000005", {paths.META: paths.checksum(whole / paths.META)})
     lines = spawn_ranks(flying_rank, (config, tmp_path, launched, None), world_size=2)[0]
     assert lines[-1] == "preflight  the code changed since the launch"
 

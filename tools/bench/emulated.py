@@ -11,7 +11,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from bench.case import Case, Emulation, Measured
-from megaasync.config.layout import AXES, Layout
+from megaasync.config.parallel_dims import AXES, ParallelDims
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.distributed.mesh import Mesh
@@ -86,7 +86,7 @@ class EmulatedUpdate:
         self._replicas.all_reduce(self._gradient)
         time.sleep(self._costs.reduce * self._share)
 
-    def routing_figures(self, step: int) -> None:
+    def routing_stats(self, step: int) -> None:
         """No experts."""
 
     def squares(self, step: int) -> Tensor:
@@ -113,9 +113,9 @@ class DelayedChannels(Channels):
         tensor[0] = perf_counter()
         super().send(direction, stage, tensor)
 
-    def take(self, direction: str, stage: int) -> Tensor:
+    def recv(self, direction: str, stage: int) -> Tensor:
         """Take, and wait out the hop if the message came from another rank."""
-        tensor = super().take(direction, stage)
+        tensor = super().recv(direction, stage)
         if isinstance(self._into[direction, stage], Receiver):
             sleep_until(tensor[0].item() + self._hop)
         return tensor
@@ -140,7 +140,7 @@ def run_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> list
     torch.set_num_threads(1)
     schedule = schedule_of(case)
     mesh = Mesh(
-        Layout(pipeline=case.num_ranks, data=costs.replicas),
+        ParallelDims(pipeline=case.num_ranks, data=costs.replicas),
         rank=environment.rank,
         device_type="cpu",
         timeout=_TIMEOUT,
@@ -159,7 +159,7 @@ def run_rank(environment: RankEnvironment, case: Case, costs: Emulation) -> list
     )
     transport = Transport(
         _SPEC,
-        posted_ahead=2 + 2 * case.extra_in_flight,
+        prefetch_recvs=2 + 2 * case.extra_in_flight,
         max_outstanding=max(schedule.in_flight) + 2,
         timeout=_TIMEOUT,
     )

@@ -28,7 +28,7 @@ from megaasync.kernels.weight_gradients import apex_extension
 from megaasync.models.flops import utilisation
 from megaasync.models.initialize import initialize_
 from megaasync.models.transformer import DecoderStage
-from megaasync.nn.computation import Computation
+from megaasync.nn.layer_context import LayerContext
 from megaasync.nn.torch_kernels import TORCH_KERNELS
 from megaasync.schedules import COMPUTE_OPS, Op
 from megaasync.train.build import build_trainer
@@ -130,7 +130,9 @@ def _numbers(
     torch.set_default_dtype(dtype)
     try:
         with place.device:
-            stage = DecoderStage(model, range(model.num_layers), computation=Computation(kernels, loss_chunk_tokens=64))
+            stage = DecoderStage(
+                model, range(model.num_layers), computation=LayerContext(kernels, loss_chunk_tokens=64)
+            )
     finally:
         torch.set_default_dtype(before)
     stage.to(place.device)

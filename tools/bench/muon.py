@@ -11,7 +11,7 @@ from torch import Tensor
 from megaasync.config.schema import ModelConfig, MuonConfig
 from megaasync.models.parameters import roles_of
 from megaasync.models.transformer import stage_shapes
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.newton_schulz import KELLER
 from megaasync.optim.routing import Role, route_parameters
 from megaasync.optim.stage_optimizer import StageOptimizer
@@ -31,7 +31,7 @@ class OurStep:
     """A stage's optimizer on random weights and gradients."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
-        layout = FlatLayout(shapes, route_parameters(roles_of(shapes), CONFIG))
+        layout = FlatParamLayout(shapes, route_parameters(roles_of(shapes), CONFIG))
         draw = torch.Generator(device).manual_seed(0)
         self.weights = [torch.randn(shape, generator=draw, device=device) for shape in shapes.values()]
         self.optimizer = StageOptimizer(layout, self.weights, dtype=torch.float32, learning_rate=lambda _: CONFIG.lr)
@@ -46,7 +46,7 @@ class OurStep:
     def masters(self) -> list[Tensor]:
         """z of each matrix."""
         flat = torch.zeros(self.optimizer.layout.size, device=self.published.device)
-        self.optimizer.layout.spread_owned(self.optimizer.master, flat)
+        self.optimizer.layout.scatter_shard(self.optimizer.master, flat)
         return self.optimizer.layout.views(flat)
 
 

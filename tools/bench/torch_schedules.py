@@ -22,14 +22,14 @@ from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.models.initialize import initialize_
 from megaasync.models.parameters import roles_of
-from megaasync.models.partition import deal_layers
+from megaasync.models.partition import partition_layers
 from megaasync.models.transformer import DecoderStage
 from megaasync.nn.loss import cross_entropy_sum
 from megaasync.nn.precision import at_least_float32
-from megaasync.optim.data_parallel import sum_of_squares
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.lr_schedule import LearningRate, LrShape
 from megaasync.optim.routing import route_parameters
+from megaasync.optim.sharded_reducer import sum_of_squares
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.gradients import GradientBuffers
 from megaasync.pipeline.weight_versions import WeightVersions
@@ -209,7 +209,7 @@ class _Updated:
     def __init__(self, module: DecoderStage, config: Config) -> None:
         parameters = dict(module.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        layout = FlatLayout(shapes, route_parameters(roles_of(shapes), config.optimizer))
+        layout = FlatParamLayout(shapes, route_parameters(roles_of(shapes), config.optimizer))
         dtype = at_least_float32(DTYPES[config.train.dtype])
         self.optimizer = StageOptimizer(
             layout,
@@ -238,7 +238,7 @@ def run_real_rank(environment: RankEnvironment, case: Case, config: Config) -> t
     tokens = torch.zeros(train.micro_batch_size, model.seq_length, dtype=torch.int64)
     logits = torch.zeros(train.micro_batch_size, model.seq_length, model.vocab_size, requires_grad=True)
     for index in stages_of(case, environment.rank):
-        module = DecoderStage(model, deal_layers(model, num_stages=count)[index])
+        module = DecoderStage(model, partition_layers(model, num_stages=count)[index])
         initialize_(dict(module.named_parameters()), model, seed=train.seed)
         updated.append(_Updated(module, config))
         is_last = index == count - 1

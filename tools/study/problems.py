@@ -13,7 +13,7 @@ from megaasync.data.microbatches import Microbatch
 from megaasync.distributed.p2p import TensorSpec
 from megaasync.distributed.rank_group import ALONE
 from megaasync.observe.trace import Recorder
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.routing import Role, Route, rules_of
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.channels import Channels, Transport
@@ -23,7 +23,7 @@ from megaasync.pipeline.stage_compute import StageCompute
 from megaasync.pipeline.stage_update import StageUpdate
 from megaasync.pipeline.step_runner import StepPolicy, StepRunner
 from megaasync.schedules import make_phases
-from megaasync.train.sizes import needs_of
+from megaasync.train.sizes import buffers_required
 
 _TIMEOUT = timedelta(seconds=60)
 
@@ -99,12 +99,12 @@ def solve(problem: Problem, setting: Setting) -> Iterator[Visit]:
         tied=False,
         delay=None if setting.delay == 0 else (setting.delay,),
     )
-    needs = needs_of((phase,))
+    needs = buffers_required((phase,))
     weight = problem.weight
     element, matrix = rules_of(rule_config)
     is_matrix = matrix is not None and weight.dim() == 2
     route = Route(Role.MATRIX, matrix if is_matrix else element, rule_config.weight_decay, is_matrix)
-    layout = FlatLayout({"weight": tuple(weight.shape)}, {"weight": route})
+    layout = FlatParamLayout({"weight": tuple(weight.shape)}, {"weight": route})
     optimizer = StageOptimizer(layout, [weight.detach()], dtype=weight.dtype, learning_rate=lambda update: setting.lr)
     shared = make_shared_parts(
         problem,
@@ -124,7 +124,7 @@ def solve(problem: Problem, setting: Setting) -> Iterator[Visit]:
         device=device,
         recorder=recorder,
     )
-    transport = Transport(TensorSpec((1,), weight.dtype, device), posted_ahead=2, max_outstanding=3, timeout=_TIMEOUT)
+    transport = Transport(TensorSpec((1,), weight.dtype, device), prefetch_recvs=2, max_outstanding=3, timeout=_TIMEOUT)
     executor = Executor(
         [StageCompute(place, shared)],
         _Steps(),

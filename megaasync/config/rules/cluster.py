@@ -11,7 +11,7 @@ def check_cluster(config: Config) -> None:
     cluster = config.cluster
     ranks = cluster.ranks_per_node
     if ranks is not None and cluster.nodes * ranks != config.world_size:
-        layout = config.layout
+        layout = config.parallel_dims
         raise ConfigError(
             f"cluster.nodes={cluster.nodes}: {cluster.nodes} x {ranks} ranks per node, but tensor("
             f"{layout.tensor}) x expert({layout.expert}) x pipeline({layout.pipeline}) x data({layout.data}) = "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megaasync.config.error import ConfigError
-from megaasync.config.layout import Layout
+from megaasync.config.parallel_dims import ParallelDims
 from megaasync.config.schema.cluster import ClusterConfig, DockerCluster, LocalCluster, SlurmCluster
 from megaasync.config.schema.data import DataConfig, HfData, IndexedData, PythonStdlibData, SyntheticData
 from megaasync.config.schema.model import ModelConfig, MoeConfig
@@ -65,11 +65,11 @@ class Config:
     dry_run: bool
 
     @property
-    def layout(self) -> Layout:
+    def parallel_dims(self) -> ParallelDims:
         """The mesh of ranks; `auto` counts as 1 until it is resolved."""
         parallel = self.parallel
         data = 1 if parallel.data == "auto" else parallel.data
-        return Layout(parallel.pipeline, data, parallel.expert, parallel.tensor)
+        return ParallelDims(parallel.pipeline, data, parallel.expert, parallel.tensor)
 
     @property
     def num_microbatches(self) -> int:
@@ -79,9 +79,9 @@ class Config:
     @property
     def data_ranks(self) -> int:
         """Ranks that hold different sequences: data x expert."""
-        return self.layout.size(("data", "expert"))
+        return self.parallel_dims.size(("data", "expert"))
 
     @property
     def world_size(self) -> int:
         """Ranks that the layout needs."""
-        return self.layout.world_size
+        return self.parallel_dims.world_size

@@ -13,10 +13,10 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megaasync.checkpoint import folders
-from megaasync.checkpoint.stage_state import Entries, bytes_of, copied
+from megaasync.checkpoint import paths
+from megaasync.checkpoint.dcp_io import write
+from megaasync.checkpoint.stage_state import ShardedStateDict, bytes_of, copied
 from megaasync.checkpoint.storage import PICKLED, TENSORS
-from megaasync.checkpoint.transfer import write
 from megaasync.distributed.agreement import gathered
 from megaasync.observe.run_files import write_json
 
@@ -40,7 +40,7 @@ def _words(error: BaseException) -> str:
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
 
 
-class CheckpointKeeper:
+class AsyncCheckpointWriter:
     """Writes checkpoints of one run; every rank has one and they act together.
 
     Attributes:
@@ -60,7 +60,7 @@ class CheckpointKeeper:
         group: dist.ProcessGroup | None,
         say: Callable[[str], None],
     ) -> None:
-        """A keeper.
+        """A writer.
 
         Args:
             root: folder of the checkpoints, the same on every rank.
@@ -79,7 +79,7 @@ class CheckpointKeeper:
     def _rank(self) -> int:
         return 0 if self._group is None else dist.get_rank(self._group)
 
-    def save(self, step: int, entries: Entries, meta: Mapping[str, Any], *, own: Mapping[str, Any]) -> None:
+    def save(self, step: int, entries: ShardedStateDict, meta: Mapping[str, Any], *, own: Mapping[str, Any]) -> None:
         """Begin a save; waits for the one before.
 
         Raises:
@@ -123,9 +123,9 @@ class CheckpointKeeper:
         if self._fault is not None:
             raise self._fault
 
-    def _save(self, step: int, entries: Entries, meta: dict[str, Any], own: dict[str, Any]) -> None:
+    def _save(self, step: int, entries: ShardedStateDict, meta: dict[str, Any], own: dict[str, Any]) -> None:
         began = time.monotonic()
-        aside = folders.aside_of(self.root, step)
+        aside = paths.tmp_dir_of(self.root, step)
         try:
             self._prepare(aside, bytes_of(entries))
             write(entries, aside, group=self._group)
@@ -137,7 +137,7 @@ class CheckpointKeeper:
                 self._fault = error  # here alone; what all ranks know of is one of the others
             elif self._rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
-                kept = folders.newest(self.root)
+                kept = paths.latest(self.root)
                 newest = f"the newest checkpoint is {kept.path}" if kept else "there is no checkpoint yet"
                 self._say(f"checkpoint at step {step} failed: {_words(error)}; training goes on, {newest}")
         except BaseException as error:
@@ -168,7 +168,7 @@ class CheckpointKeeper:
         problem, sums = None, {}
         try:
             mine = f"__{self._rank}_"
-            sums = {path.name: folders.checksum(path) for path in aside.iterdir() if path.name.startswith(mine)}
+            sums = {path.name: paths.checksum(path) for path in aside.iterdir() if path.name.startswith(mine)}
         except OSError as error:
             problem = _words(error)
         parts = gathered((sums, own, problem), self._group)
@@ -176,16 +176,16 @@ class CheckpointKeeper:
         if self._rank == 0 and problem is None:
             try:
                 meta["ranks"] = [one for _, one, _ in parts]
-                write_json(aside / folders.META, meta)
+                write_json(aside / paths.META, meta)
                 all_sums = {name: crc for found, _, _ in parts for name, crc in found.items()}
-                for name in (folders.META, TENSORS, PICKLED):
-                    all_sums[name] = folders.checksum(aside / name)
-                folders.finish(aside, self.root / folders.folder_name(step), all_sums)
+                for name in (paths.META, TENSORS, PICKLED):
+                    all_sums[name] = paths.checksum(aside / name)
+                paths.finish(aside, self.root / paths.folder_name(step), all_sums)
             except OSError as error:
                 problem = _words(error)
         self._agree(problem)
         if self._rank == 0:  # the save is durable: older ones that cannot be removed do not make it a failure
-            for path in folders.remove_older(self.root, keep=self._keep):
+            for path in paths.remove_older(self.root, keep=self._keep):
                 self._say(f"WARNING: the older checkpoint {path} could not be removed; remove it by hand to make room")
 
     def _agree(self, problem: str | None) -> None:

@@ -28,7 +28,7 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def aside_of(root: Path, step: int) -> Path:
+def tmp_dir_of(root: Path, step: int) -> Path:
     """Where a checkpoint is written before it gets its name."""
     return root / f".{folder_name(step)}.writing"
 
@@ -74,7 +74,7 @@ def _crc_of(files: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(files, sort_keys=True).encode())
 
 
-def look_at(path: Path) -> Found:
+def inspect_checkpoint(path: Path) -> Found:
     """Whether a folder is a whole checkpoint: by its mark, the sizes of its files, and the checksum of its JSON."""
     match = _NAME.fullmatch(path.name)
     step = int(match.group(1)) if match else -1
@@ -106,10 +106,10 @@ def checkpoints_in(root: Path) -> list[Found]:
     """All checkpoint folders below `root`, oldest first."""
     if not root.is_dir():
         return []
-    return [look_at(path) for path in sorted(root.iterdir()) if _NAME.fullmatch(path.name) and path.is_dir()]
+    return [inspect_checkpoint(path) for path in sorted(root.iterdir()) if _NAME.fullmatch(path.name) and path.is_dir()]
 
 
-def newest(root: Path) -> Found | None:
+def latest(root: Path) -> Found | None:
     """The newest complete checkpoint below `root`."""
     complete = [found for found in checkpoints_in(root) if found.is_complete]
     return max(complete, key=lambda found: found.step, default=None)
@@ -127,7 +127,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it is not a whole checkpoint.
     """
-    found = look_at(path)
+    found = inspect_checkpoint(path)
     if not found.is_complete:
         raise ConfigError(f"checkpoint {path}: {found.problem}; python -m megaasync.checkpoint list shows whole ones")
     return _read_json(path / META)
@@ -200,7 +200,7 @@ def remove_leftovers(root: Path) -> None:
         return
     for path in root.glob(".step_*.replaced"):
         final = root / path.name[1 : -len(".replaced")]
-        if not look_at(final).is_complete:
+        if not inspect_checkpoint(final).is_complete:
             shutil.rmtree(final, ignore_errors=True)
             path.rename(final)
         else:
@@ -209,7 +209,7 @@ def remove_leftovers(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def set_aside(path: Path, why: str) -> Path:
+def quarantine(path: Path, why: str) -> Path:
     """Rename a checkpoint so that it no longer counts; nothing of it is deleted.
 
     Returns:
@@ -225,12 +225,12 @@ def set_aside_newer(root: Path, step: int) -> None:
     """Take checkpoints above `step` out of the way of a run that goes on from there; nothing of them is deleted."""
     for found in checkpoints_in(root):
         if found.step > step:
-            set_aside(found.path, "abandoned")
+            quarantine(found.path, "abandoned")
 
 
 def wrong_files(path: Path, *, part: int = 0, parts: int = 1) -> Iterable[str]:
     """What is wrong with a checkpoint's files by their checksums; reads all of them, or one part of several."""
-    found = look_at(path)
+    found = inspect_checkpoint(path)
     if not found.is_complete:
         yield found.problem
         return

@@ -53,7 +53,7 @@ def boxes_of_run(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Sh
 
 
 @dataclass(slots=True)
-class Pieces:
+class TensorChunks:
     """What this rank has of one global tensor.
 
     Attributes:
@@ -83,9 +83,9 @@ class Pieces:
             place = tuple(low + offset for low, offset in zip(local_offsets, offsets, strict=True))
             self.boxes[place] = run[first - start : first - start + math.prod(sizes)].view(sizes)
 
-    def copied(self) -> "Pieces":
+    def copied(self) -> "TensorChunks":
         """The same in memory of the host that nobody else writes to."""
-        return Pieces(self.shape, self.dtype, {k: b.detach().to("cpu", copy=True) for k, b in self.boxes.items()})
+        return TensorChunks(self.shape, self.dtype, {k: b.detach().to("cpu", copy=True) for k, b in self.boxes.items()})
 
     @property
     def nbytes(self) -> int:

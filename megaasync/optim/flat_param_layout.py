@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megaasync.config.layout import Layout, local_range
+from megaasync.config.parallel_dims import ParallelDims, local_range
 from megaasync.distributed.sharding import Shape, Sharding
 from megaasync.optim.routing import Route
 from megaasync.optim.update_rule import UpdateRule
@@ -33,7 +33,7 @@ def _aligned(length: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
+class MatrixOwners:
     """Matrices that are split over tensor-parallel ranks, and to which of them each goes to be whole for its update.
 
     Attributes:
@@ -58,18 +58,18 @@ class Run:
 
     Attributes:
         start, end: elements in the flat buffer.
-        owned_start: where it begins in buffers that hold this rank's shares only.
+        shard_offset: where it begins in buffers that hold this rank's shares only.
         matrix_shape: (rows, cols) of the stacked matrices, or None for a flat run of elements.
-        homes: if the matrices are parts of matrices split over tensor-parallel ranks.
+        owners: if the matrices are parts of matrices split over tensor-parallel ranks.
     """
 
     rule: UpdateRule
     weight_decay: float
     start: int
     end: int
-    owned_start: int
+    shard_offset: int
     matrix_shape: tuple[int, int] | None
-    homes: Homes | None
+    owners: MatrixOwners | None
 
     def _shaped(self, run: Tensor) -> Tensor:
         return run if self.matrix_shape is None else run.view(-1, *self.matrix_shape)
@@ -78,20 +78,20 @@ class Run:
         """[n, rows, cols] or [n], as the rule wants it, of a buffer of all local parameters."""
         return self._shaped(flat[self.start : self.end])
 
-    def view_owned(self, owned: Tensor) -> Tensor:
+    def view_shard(self, owned: Tensor) -> Tensor:
         """The same of a buffer of this rank's shares."""
-        return self._shaped(owned[self.owned_start : self.owned_start + self.end - self.start])
+        return self._shaped(owned[self.shard_offset : self.shard_offset + self.end - self.start])
 
     @property
     def state_shape(self) -> tuple[int, ...]:
         """Shape of what this rank's rule steps: of a split matrix, the whole ones that are at home here."""
-        if self.homes is not None:
-            return (self.homes.counts[self.homes.index], *self.homes.whole_shape(self.matrix_shape))
+        if self.owners is not None:
+            return (self.owners.counts[self.owners.index], *self.owners.whole_shape(self.matrix_shape))
         length = self.end - self.start
         return (length,) if self.matrix_shape is None else (length // math.prod(self.matrix_shape), *self.matrix_shape)
 
 
-def parts_of(shape: tuple[int, ...], at_most: int = SCRATCH) -> Iterator[slice]:
+def iter_chunks(shape: tuple[int, ...], at_most: int = SCRATCH) -> Iterator[slice]:
     """Slices of the first dimension that a step takes one at a time, of about so many elements at most."""
     rows = max(at_most // max(math.prod(shape[1:]), 1), 1)
     return (slice(at, min(at + rows, shape[0])) for at in range(0, shape[0], rows))
@@ -105,14 +105,14 @@ class Bucket:
         axes: along which gradients are summed.
         shares: each rank's place in the flat buffer, without gaps between them.
         index: of this rank.
-        owned_start: where the share begins in buffers that hold this rank's shares only.
+        shard_offset: where the share begins in buffers that hold this rank's shares only.
         copies: ranks that hold the same summed gradient without sharing it out among them.
     """
 
     axes: tuple[str, ...]
     shares: tuple[slice, ...]
     index: int
-    owned_start: int
+    shard_offset: int
     copies: int
 
     @property
@@ -137,7 +137,7 @@ class _Matrix:
     cost: int  # of its Newton-Schulz, in multiples of p^2 q of the whole matrices
 
 
-def _deal(costs: Sequence[int], loads: list[int]) -> list[int]:
+def assign_balanced(costs: Sequence[int], loads: list[int]) -> list[int]:
     """An owner for each cost: the largest first, each to the owner with the least so far; adds to their loads."""
     num_owners, owners = len(loads), [0] * len(costs)
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
@@ -146,13 +146,13 @@ def _deal(costs: Sequence[int], loads: list[int]) -> list[int]:
     return owners
 
 
-class FlatLayout:
+class FlatParamLayout:
     """The layout of one stage's parameters on one rank.
 
     Attributes:
         names: parameters in the order they were given.
         size: elements of a buffer of all local parameters, padding included.
-        owned_size: elements of a buffer of this rank's shares.
+        shard_size: elements of a buffer of this rank's shares.
         buckets: what is reduced and gathered together.
         runs: this rank's shares, cut by rule, decay and matrix shape.
     """
@@ -163,7 +163,7 @@ class FlatLayout:
         routes: Mapping[str, Route],
         *,
         shardings: Mapping[str, Sharding] | None = None,
-        mesh: Layout | None = None,
+        dims: ParallelDims | None = None,
         rank: int = 0,
         alone: Collection[str] = (),
     ) -> None:
@@ -173,46 +173,46 @@ class FlatLayout:
             shapes: of the parameters, as this rank holds them.
             routes: their rules.
             shardings: how they lie over the ranks; None for a single rank.
-            mesh: sizes of the axes; None for a single rank.
+            dims: sizes of the axes; None for a single rank.
             rank: this one.
             alone: parameters that get a bucket of their own.
         """
         self.names = tuple(shapes)
         self._shapes, self._routes = dict(shapes), routes
-        self._mesh, self._rank = mesh or Layout(), rank
+        self._dims, self._rank = dims or ParallelDims(), rank
         self._shardings = shardings or dict.fromkeys(shapes, _WHOLE)
         self._starts: dict[str, int] = {}
-        self.size = self.owned_size = 0
+        self.size = self.shard_size = 0
         buckets: list[Bucket] = []
         runs: list[Run] = []
         members: dict[tuple, list[str]] = {}
         for name in self.names:
             sharding, is_matrix = self._shardings[name], routes[name].is_matrix_rule
-            axes, copies_over = map(self._mesh.effective, (sharding.reduced_over, sharding.copies_over))
+            axes, copies_over = map(self._dims.effective, (sharding.reduced_over, sharding.copies_over))
             is_stack = is_matrix and len(shapes[name]) == 3  # stacks can be cut, so they stay apart
             own = name if name in alone else None
             members.setdefault((axes, copies_over, is_matrix, is_stack, own), []).append(name)
-        self._bucket_of_alone: dict[str, Bucket] = {}
+        self._dedicated_buckets: dict[str, Bucket] = {}
         self._loads: dict[tuple[str, ...], list[int]] = {}  # Newton-Schulz work of each share so far, by axes
         # stacks first: what they leave uneven, whole matrices can make up for
         for (axes, copies_over, is_matrix, _, own), names in sorted(members.items(), key=lambda one: not one[0][3]):
-            loads = self._loads.setdefault(axes, [0] * self._mesh.size(axes))
+            loads = self._loads.setdefault(axes, [0] * self._dims.size(axes))
             place = self._place_matrices if is_matrix else self._place_elements
-            index = self._mesh.index(rank, axes)
+            index = self._dims.index(rank, axes)
             lengths, found = place(names, loads, index)
             ends = list(itertools.accumulate(lengths, initial=self.size))
             shares = tuple(slice(start, end) for start, end in itertools.pairwise(ends))
-            bucket = Bucket(axes, shares, index, self.owned_size, self._mesh.size(copies_over))
+            bucket = Bucket(axes, shares, index, self.shard_size, self._dims.size(copies_over))
             buckets.append(bucket)
             if own is not None:
-                self._bucket_of_alone[own] = bucket
+                self._dedicated_buckets[own] = bucket
             runs += found
-            self.size, self.owned_size = _aligned(ends[-1]), _aligned(self.owned_size + lengths[index])
+            self.size, self.shard_size = _aligned(ends[-1]), _aligned(self.shard_size + lengths[index])
         self.buckets, self.runs = tuple(buckets), tuple(runs)
 
     def _run(self, key: tuple, start: int, end: int, *, share_start: int) -> Run:
-        rule, weight_decay, matrix_shape, homes = key
-        return Run(rule, weight_decay, start, end, self.owned_size + start - share_start, matrix_shape, homes)
+        rule, weight_decay, matrix_shape, owners = key
+        return Run(rule, weight_decay, start, end, self.shard_size + start - share_start, matrix_shape, owners)
 
     def _place_elements(self, names: list[str], loads: list[int], index: int) -> tuple[list[int], list[Run]]:
         """Put parameters of elementwise rules one after another; shares are equal and cut anywhere.
@@ -245,29 +245,29 @@ class FlatLayout:
         shape = self._shapes[name]
         rows, cols = shape[-2:]
         sharding = self._shardings[name]
-        is_split = sharding.axis == "tensor" and self._mesh.tensor > 1
+        is_split = sharding.axis == "tensor" and self._dims.tensor > 1
         whole = [rows, cols]
         if is_split:
-            whole[sharding.dim] *= self._mesh.tensor
+            whole[sharding.dim] *= self._dims.tensor
         cost = math.prod(shape[:-2]) * max(whole) * min(whole) ** 2
         return _Matrix(name, math.prod(shape), (rows, cols), sharding.dim if is_split else None, cost)
 
     def _place_matrices(self, names: list[str], loads: list[int], index: int) -> tuple[list[int], list[Run]]:
-        """Deal matrices and stacks of them to shares by their cost, and those split over tensor ranks to homes."""
+        """Deal matrices and stacks of them to shares by their cost, and those split over tensor ranks to owners."""
         matrices = [self._matrix(name) for name in names]
         are_stacks = all(len(self._shapes[name]) == 3 for name in names)  # [E, rows, cols]
         if are_stacks and len({tuple(sorted(one.shape)) for one in matrices}) == 1:
             return self._place_evenly(matrices, loads, index)
         num_shares = len(loads)
-        owners = _deal([matrix.cost for matrix in matrices], loads)
+        owners = assign_balanced([matrix.cost for matrix in matrices], loads)
         used: list[int] = []
         plans: list[list[tuple[tuple, int, int]]] = []  # per share: key, start and end within it
         offsets: dict[str, tuple[int, int]] = {}
         for owner in range(num_shares):
             mine = [matrix for matrix, o in zip(matrices, owners, strict=True) if o == owner]
-            homes = _deal([m.cost if m.dim is not None else 0 for m in mine], [0] * self._mesh.tensor)
+            owners = assign_balanced([m.cost if m.dim is not None else 0 for m in mine], [0] * self._dims.tensor)
             groups: dict[tuple, list[tuple[int, _Matrix]]] = {}
-            for matrix, home in zip(mine, homes, strict=True):
+            for matrix, home in zip(mine, owners, strict=True):
                 route = self._routes[matrix.name]
                 key = (route.rule, route.weight_decay, matrix.shape, matrix.dim)
                 groups.setdefault(key, []).append((home, matrix))
@@ -278,9 +278,9 @@ class FlatLayout:
                     offsets[matrix.name] = owner, at
                     at += matrix.size
                 # of equal matrices it does not matter which one goes to which home, only how many
-                counts = tuple(sum(home == one for home, _ in group) for one in range(self._mesh.tensor))
-                here = self._mesh.coordinate(self._rank, "tensor")
-                plan.append(((rule, decay, shape, None if dim is None else Homes(dim, counts, here)), start, at))
+                counts = tuple(sum(home == one for home, _ in group) for one in range(self._dims.tensor))
+                here = self._dims.coordinate(self._rank, "tensor")
+                plan.append(((rule, decay, shape, None if dim is None else MatrixOwners(dim, counts, here)), start, at))
                 at = _aligned(at)
             used.append(at)
             plans.append(plan)
@@ -321,7 +321,7 @@ class FlatLayout:
 
     def bucket_of(self, name: str) -> Bucket:
         """The bucket of a parameter that has one of its own."""
-        return self._bucket_of_alone[name]
+        return self._dedicated_buckets[name]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of a flat buffer, shaped, in the order of `names`."""
@@ -336,23 +336,23 @@ class FlatLayout:
         most = 0
         for run in self.runs:
             part = max(
-                (math.prod(run.state_shape[1:]) * (one.stop - one.start) for one in parts_of(run.state_shape)),
+                (math.prod(run.state_shape[1:]) * (one.stop - one.start) for one in iter_chunks(run.state_shape)),
                 default=0,
             )
-            whole = 0 if run.homes is None else 3 * (run.end - run.start)
+            whole = 0 if run.owners is None else 3 * (run.end - run.start)
             most = max(most, 5 * part + whole)
         return most
 
-    def copy_owned(self, owned: Tensor, flat: Tensor) -> None:
+    def gather_shard(self, owned: Tensor, flat: Tensor) -> None:
         """Fill a buffer of this rank's shares from one of all local parameters."""
         for bucket in self.buckets:
             self._owned_view(owned, bucket).copy_(flat[bucket.owned])
 
-    def spread_owned(self, owned: Tensor, flat: Tensor) -> None:
+    def scatter_shard(self, owned: Tensor, flat: Tensor) -> None:
         """Put this rank's shares into their places in a buffer of all local parameters."""
         for bucket in self.buckets:
             flat[bucket.owned].copy_(self._owned_view(owned, bucket))
 
     @staticmethod
     def _owned_view(owned: Tensor, bucket: Bucket) -> Tensor:
-        return owned[bucket.owned_start : bucket.owned_start + bucket.owned.stop - bucket.owned.start]
+        return owned[bucket.shard_offset : bucket.shard_offset + bucket.owned.stop - bucket.owned.start]

@@ -3,11 +3,11 @@
 import math
 from dataclasses import astuple, dataclass
 
-AXES = ("pipeline", "data", "expert", "tensor")  # outermost first, as the fields of Layout
+AXES = ("pipeline", "data", "expert", "tensor")  # outermost first, as the fields of ParallelDims
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParallelDims:
     """Sizes of the axes; rank = ((pipeline x data + data) x expert + expert) x tensor + tensor."""
 
     pipeline: int = 1

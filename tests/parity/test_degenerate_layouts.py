@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaasync.config.layout import Layout
+from megaasync.config.parallel_dims import ParallelDims
 from megaasync.config.pipeline import phases_of
 from megaasync.data.microbatches import Microbatch
 from megaasync.distributed.groups import join_group, leave_group
@@ -15,10 +15,10 @@ from megaasync.distributed.mesh import Mesh
 from megaasync.distributed.sharding import Sharding
 from megaasync.entry.spawn import spawn_ranks
 from megaasync.models.parameters import roles_of
-from megaasync.optim.data_parallel import DataParallel
-from megaasync.optim.flat_layout import FlatLayout
+from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.newton_schulz import orthogonalize
 from megaasync.optim.routing import route_parameters
+from megaasync.optim.sharded_reducer import ShardedReducer
 from megaasync.optim.stage_optimizer import StageOptimizer
 from tests.parity.test_mesh import ODD, assert_layout_changes_nothing, config_of
 from tests.pipeline.test_executor import build
@@ -48,10 +48,10 @@ def one_expert_rank(environment, config, favourites):
         layout, whole = stage.optimizer.layout, stage.whole_master()
         momentum = torch.zeros_like(stage.master)
         for run_, state in zip(layout.runs, stage.optimizer.states, strict=True):
-            if "m" in state and run_.homes is None:
-                run_.view_owned(momentum).copy_(state["m"])
+            if "m" in state and run_.owners is None:
+                run_.view_shard(momentum).copy_(state["m"])
         flat = torch.zeros_like(whole)
-        layout.spread_owned(momentum, flat)
+        layout.scatter_shard(momentum, flat)
         seen.append([layout.views(one)[layout.names.index(GATE)].clone().numpy() for one in (whole, flat)])
 
     stage.step = step
@@ -120,16 +120,16 @@ def odd_rank(environment, ranks):
     """Three 7 x 5 matrices, a stack of three, and odd vectors, over two data ranks, or on one that sees both."""
     device = torch.device("cpu")
     join_group(environment, device=device, timeout=timedelta(seconds=60))
-    mesh = Mesh(Layout(data=ranks), rank=environment.rank, device_type="cpu", timeout=timedelta(seconds=60))
+    mesh = Mesh(ParallelDims(data=ranks), rank=environment.rank, device_type="cpu", timeout=timedelta(seconds=60))
     axes = ("data", "expert")
-    layout = FlatLayout(
+    layout = FlatParamLayout(
         SHAPES,
         route_parameters(roles_of(SHAPES), small_config("muon").optimizer),
         shardings=dict.fromkeys(SHAPES, Sharding(None, 0, axes)),
-        mesh=mesh.layout,
+        dims=mesh.dims,
         rank=mesh.rank,
     )
-    data_parallel = DataParallel(layout, {mesh.layout.effective(axes): mesh.new_group(*axes)})
+    data_parallel = ShardedReducer(layout, {mesh.dims.effective(axes): mesh.new_group(*axes)})
     optimizer = StageOptimizer(layout, list(gradients_of(9).values()), dtype=torch.float64, learning_rate=lambda k: 0.1)
     flat, weights = (torch.zeros(layout.size, dtype=torch.float64) for _ in range(2))
     for step in range(3):
@@ -160,7 +160,7 @@ def test_odd_matrices_over_two_ranks():
 
 def masked_rank(environment, config):
     executor = build(environment, config).executor
-    source, layout = executor._source, config.layout
+    source, layout = executor._source, config.parallel_dims
     share = layout.index(environment.rank, ("data", "expert"))
 
     class Masked:

@@ -11,11 +11,11 @@ _SLOT = struct.Struct("<Qd112s")  # how often it was written; seconds that it ma
 _TEXT_BYTES = 112
 
 
-class ActionBoard:
+class HeartbeatFile:
     """The slots of one host's ranks."""
 
     def __init__(self, path: Path) -> None:
-        """Map a board that `make_board` made."""
+        """Map a board that `make_heartbeat_file` made."""
         with path.open("r+b") as file:
             self._slots = mmap.mmap(file.fileno(), 0)
 
@@ -29,37 +29,37 @@ class ActionBoard:
         return count, seconds, what.rstrip(b"\0").decode(errors="replace")
 
 
-def make_board(path: Path, *, num_slots: int) -> ActionBoard:
+def make_heartbeat_file(path: Path, *, num_slots: int) -> HeartbeatFile:
     """An empty board in a new file."""
     path.write_bytes(bytes(num_slots * _SLOT.size))
-    return ActionBoard(path)
+    return HeartbeatFile(path)
 
 
-class ActionNotes:
+class Heartbeat:
     """One rank's slot, or nowhere for a rank that no launcher of ours watches."""
 
     def __init__(self, path: Path | None, *, slot: int) -> None:
-        self._board, self._slot, self._count = None if path is None else ActionBoard(path), slot, 0
+        self._board, self._slot, self._count = None if path is None else HeartbeatFile(path), slot, 0
 
-    def begin(self, what: str, *, seconds: float = 0.0) -> None:
+    def beat(self, what: str, *, seconds: float = 0.0) -> None:
         """This rank begins something that may take so long, or the usual time if 0, before it is said to hang."""
         if self._board is not None:
             self._count += 1
             self._board.write(self._slot, self._count, what, seconds=seconds)
 
 
-class Watch:
+class HangDetector:
     """Tells for how long each rank has begun nothing new.
 
     Only time in which the watcher itself ran is counted: a job that was suspended as a whole has not hung.
     """
 
-    def __init__(self, board: ActionBoard, *, num_slots: int, now: float) -> None:
+    def __init__(self, board: HeartbeatFile, *, num_slots: int, now: float) -> None:
         self._board, self._now = board, now
         self._seen = [(0, 0.0, "")] * num_slots
         self._idle = [0.0] * num_slots
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Look at all slots; to be called several times a second."""
         passed, self._now = min(now - self._now, 1.0), now
         for slot, before in enumerate(self._seen):

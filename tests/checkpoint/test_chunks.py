@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megaasync.checkpoint import transfer
-from megaasync.checkpoint.pieces import Pieces, boxes_of_run
+from megaasync.checkpoint import dcp_io
+from megaasync.checkpoint.chunks import TensorChunks, boxes_of_run
 from megaasync.config import ConfigError
 
 
@@ -26,19 +26,19 @@ def test_boxes_are_the_run(shape):
 
 def test_a_row_cut_is_read_by_a_column_cut(tmp_path):
     whole = torch.randn(5, 6)
-    written = Pieces((5, 6), torch.float32)
+    written = TensorChunks((5, 6), torch.float32)
     for start, end in ((0, 4), (4, 19), (19, 30)):
         run = whole.flatten()[start:end].clone()
         written.add_run(run, local_shape=(5, 6), local_offsets=(0, 0), start=start)
-    transfer.write({"w": written}, tmp_path, group=None)
+    dcp_io.write({"w": written}, tmp_path, group=None)
     into = torch.full((15,), torch.nan)
-    read = Pieces((5, 6), torch.float32)
+    read = TensorChunks((5, 6), torch.float32)
     read.add_run(into[:7], local_shape=(5, 3), local_offsets=(0, 3), start=0)
     read.add_run(into[7:], local_shape=(5, 3), local_offsets=(0, 3), start=7)
-    transfer.load({"w": read}, tmp_path, group=None)
+    dcp_io.load({"w": read}, tmp_path, group=None)
     assert torch.equal(into.view(5, 3), whole[:, 3:])
-    assert transfer.tensors_in(tmp_path) == {"w": (5, 6)}
+    assert dcp_io.tensors_in(tmp_path) == {"w": (5, 6)}
     with pytest.raises(ConfigError, match="has no v, so another model or optimizer made it"):
-        transfer.load({"v": read}, tmp_path, group=None)
+        dcp_io.load({"v": read}, tmp_path, group=None)
     with pytest.raises(ConfigError, match=r"w has shape \[5, 6\], but \[5, 7\] here"):
-        transfer.load({"w": Pieces((5, 7), torch.float32)}, tmp_path, group=None)
+        dcp_io.load({"w": TensorChunks((5, 7), torch.float32)}, tmp_path, group=None)

@@ -9,7 +9,7 @@ from megaasync.schedules.unroll import unroll_all
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class BufferCounts:
     """What the stages hold at once at most, whatever actions cost.
 
     Attributes:
@@ -23,14 +23,14 @@ class Holdings:
     gradient_buffers: tuple[int, ...]
 
 
-def holdings(schedule: PipelineSchedule) -> Holdings:
+def buffer_counts(schedule: PipelineSchedule) -> BufferCounts:
     """Read off the table what must be held, without a simulation."""
     schedule = replace(schedule, start_step=0)
     table = unroll_all(schedule, num_steps=4 + 2 * max(schedule.delay))
     stages = range(schedule.num_stages)
     actions_of = [table[schedule.rank_of_stage[stage]] for stage in stages]
     opens, closes = (Op.I, Op.W) if schedule.splits_backward else (Op.B, Op.B)
-    return Holdings(
+    return BufferCounts(
         versions=schedule.num_versions,
         activations=tuple(_most_alive(actions_of[s], s, Op.F, closes, per_step=False) for s in stages),
         gradient_buffers=tuple(_most_alive(actions_of[s], s, opens, Op.STEP, per_step=True) for s in stages),
@@ -38,14 +38,14 @@ def holdings(schedule: PipelineSchedule) -> Holdings:
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleReport:
+class ScheduleMetrics:
     """What a schedule costs.
 
     Attributes:
         bubble: idle share of a long run's steady state, over all ranks.
         period: time per step in the steady state.
         exposed: the part of `period` that would not be there if reduction and step cost nothing.
-        versions, activations, gradient_buffers: see `Holdings`.
+        versions, activations, gradient_buffers: see `BufferCounts`.
         slack_before_norm: per stage, time from its own last backward to the STEP.
         slack: per stage, time from the moment all stages have handed in their norm to the STEP that needs it.
     """
@@ -86,7 +86,7 @@ def _period(schedule: PipelineSchedule, costs: Costs, *, overlap: bool, num_step
     return (finished(last) - finished(first)) / (last - first)
 
 
-def report(schedule: PipelineSchedule, *, costs: Costs | None = None, overlap: bool = False) -> ScheduleReport:
+def report(schedule: PipelineSchedule, *, costs: Costs | None = None, overlap: bool = False) -> ScheduleMetrics:
     """Read the figures of a schedule off a few simulated steps.
 
     The bubble is that of a long run: the time per step between two late steps, against the compute in it.
@@ -98,9 +98,9 @@ def report(schedule: PipelineSchedule, *, costs: Costs | None = None, overlap: b
     stages = range(schedule.num_stages)
     per_microbatch = sum(costs.of(Op.F, s) + costs.of(Op.B, s) for s in stages)
     compute = schedule.num_microbatches * per_microbatch / schedule.num_ranks
-    held = holdings(schedule)
+    held = buffer_counts(schedule)
     before, after = _slacks(schedule, free, num_steps=steps)
-    return ScheduleReport(
+    return ScheduleMetrics(
         bubble=1.0 - compute / period,
         period=period,
         exposed=0.0 if costs == free else period - _period(schedule, free, overlap=overlap, num_steps=steps),

@@ -1,4 +1,4 @@
-"""Entries to and from a folder by torch.distributed.checkpoint."""
+"""ShardedStateDict to and from a folder by torch.distributed.checkpoint."""
 
 import logging
 import warnings
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megaasync.checkpoint.stage_state import Entries
+from megaasync.checkpoint.stage_state import ShardedStateDict
 from megaasync.checkpoint.storage import JsonReader, JsonWriter, read_metadata
 from megaasync.config.schema import ConfigError
 
@@ -42,7 +42,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].boxes[tuple(index.offset)]
 
 
-def write(entries: Entries, folder: Path, *, group: dist.ProcessGroup | None) -> None:
+def write(entries: ShardedStateDict, folder: Path, *, group: dist.ProcessGroup | None) -> None:
     """Write all ranks' entries; equal pieces of several ranks once. All ranks of the group call it together.
 
     Raises:
@@ -61,7 +61,7 @@ def tensors_in(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(one.size) for name, one in metadata.state_dict_metadata.items()}
 
 
-def load(entries: Entries, folder: Path, *, group: dist.ProcessGroup | None) -> None:
+def load(entries: ShardedStateDict, folder: Path, *, group: dist.ProcessGroup | None) -> None:
     """Read into the entries' views, whatever layout wrote the folder. All ranks of the group call it together.
 
     Raises:

@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 import torch
 
-from megaasync.checkpoint import folders, keeper
-from megaasync.checkpoint.keeper import CheckpointKeeper
-from megaasync.checkpoint.pieces import Pieces
-from megaasync.checkpoint.transfer import load
+from megaasync.checkpoint import paths, writer
+from megaasync.checkpoint.chunks import TensorChunks
+from megaasync.checkpoint.dcp_io import load
+from megaasync.checkpoint.writer import AsyncCheckpointWriter
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.entry.spawn import spawn_ranks
@@ -37,14 +37,14 @@ def timed_rank(environment, config, root, delay):
     join_group(environment, device=torch.device("cpu"), timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
     clock, ended, calls = Clock(), [], []
-    write = keeper.write
+    write = writer.write
 
     def slow_write(*args, **kwargs):
         write(*args, **kwargs)
         time.sleep(delay)
         ended.append(time.monotonic())
 
-    keeper.write = slow_write
+    writer.write = slow_write
     trainer = build_trainer(
         config,
         environment=environment,
@@ -62,7 +62,7 @@ def timed_rank(environment, config, root, delay):
 
     trainer._checkpoints.save = timed_save
     trainer.train()
-    keeper.write = write
+    writer.write = write
     leave_group()
     return calls, ended, clock.steps
 
@@ -87,16 +87,16 @@ def test_a_slow_disk_does_not_stop_the_pipeline(tmp_path, is_async):
         assert before_the_first_was_written[:2] == [5, 6]
     else:
         assert calls[0] > DELAY and not before_the_first_was_written
-    assert [found.step for found in folders.checkpoints_in(tmp_path) if found.is_complete] == [8, 9]
+    assert [found.step for found in paths.checkpoints_in(tmp_path) if found.is_complete] == [8, 9]
 
 
 def entries(value=1.0):
-    return {"w": Pieces((3,), torch.float32, {(0,): torch.full((3,), value)})}
+    return {"w": TensorChunks((3,), torch.float32, {(0,): torch.full((3,), value)})}
 
 
 def keep(root, steps, number=2):
     said = []
-    one = CheckpointKeeper(root, keep=number, is_async=True, group=None, say=said.append)
+    one = AsyncCheckpointWriter(root, keep=number, is_async=True, group=None, say=said.append)
     for step in steps:
         one.save(step, entries(), {"step": step}, own={})
     one.wait()
@@ -104,7 +104,7 @@ def keep(root, steps, number=2):
 
 
 def test_what_is_copied_may_change_at_once(tmp_path):
-    one = CheckpointKeeper(tmp_path, keep=2, is_async=True, group=None, say=print)
+    one = AsyncCheckpointWriter(tmp_path, keep=2, is_async=True, group=None, say=print)
     mine = entries(5.0)
     one.save(3, mine, {"step": 3}, own={})
     mine["w"].boxes[(0,)].zero_()
@@ -124,7 +124,7 @@ def test_the_newest_are_kept_and_strangers_too(tmp_path):
         "step_00000004",
         "step_00000010",
     ]
-    assert folders.newest(tmp_path).step == 10
+    assert paths.latest(tmp_path).step == 10
 
 
 def test_a_failed_save_keeps_the_old_ones(tmp_path, monkeypatch):
@@ -133,7 +133,7 @@ def test_a_failed_save_keeps_the_old_ones(tmp_path, monkeypatch):
     def broken(*args, **kwargs):
         raise OSError(28, "No space left on device", "shard")
 
-    monkeypatch.setattr(keeper, "write", broken)
+    monkeypatch.setattr(writer, "write", broken)
     (said,) = keep(tmp_path, [3])
     assert said.startswith("checkpoint at step 3 failed: shard: No space left on device; training goes on, the newest")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
@@ -150,17 +150,17 @@ def test_a_death_while_one_of_the_same_step_is_replaced_loses_none(tmp_path, mon
         raise Killed
 
     if moment == "mark":
-        monkeypatch.setattr(folders, "write_json", die)
+        monkeypatch.setattr(paths, "write_json", die)
     else:
         monkeypatch.setattr(type(tmp_path), "rename", lambda path, to: die() if ".writing" in path.name else
                             os.rename(path, to))  # fmt: skip
-    aside = folders.aside_of(tmp_path, 7)
+    aside = paths.tmp_dir_of(tmp_path, 7)
     aside.mkdir()
     (aside / "new").write_text("new")
     with pytest.raises(Killed):
-        folders.finish(aside, tmp_path / "step_00000007", {"new": 0})
+        paths.finish(aside, tmp_path / "step_00000007", {"new": 0})
     monkeypatch.undo()
-    assert folders.newest(tmp_path) is None
-    folders.remove_leftovers(tmp_path)
-    assert folders.newest(tmp_path).step == 7
-    assert json.loads((tmp_path / "step_00000007" / folders.META).read_text())["step"] == 7
+    assert paths.latest(tmp_path) is None
+    paths.remove_leftovers(tmp_path)
+    assert paths.latest(tmp_path).step == 7
+    assert json.loads((tmp_path / "step_00000007" / paths.META).read_text())["step"] == 7

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from megaasync.kernels.backend import Kernels
-from megaasync.nn.recompute import KEEP_ALL, Recompute
+from megaasync.nn.recompute import NO_RECOMPUTE, Recompute
 from megaasync.nn.torch_kernels import TORCH_KERNELS
 
 
 @dataclass(frozen=True, slots=True)
-class Computation:
+class LayerContext:
     """Handed to every layer.
 
     Attributes:
@@ -18,8 +18,8 @@ class Computation:
     """
 
     kernels: Kernels = TORCH_KERNELS
-    recompute: Recompute = KEEP_ALL
+    recompute: Recompute = NO_RECOMPUTE
     loss_chunk_tokens: int | None = None
 
 
-PLAIN = Computation()
+DEFAULT_CONTEXT = LayerContext()

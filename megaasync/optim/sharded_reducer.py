@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megaasync.distributed.rank_group import ALONE, RankGroup
-from megaasync.optim.flat_layout import ALIGNMENT, Bucket, FlatLayout
+from megaasync.optim.flat_param_layout import ALIGNMENT, Bucket, FlatParamLayout
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
@@ -22,10 +22,10 @@ def sum_of_squares(flat: Tensor) -> Tensor:
     return rows.double().square().sum() + flat[whole:].double().square().sum()
 
 
-class DataParallel:
+class ShardedReducer:
     """The buckets of one stage and the groups that share them."""
 
-    def __init__(self, layout: FlatLayout, groups: Mapping[tuple[str, ...], RankGroup] | None = None) -> None:
+    def __init__(self, layout: FlatParamLayout, groups: Mapping[tuple[str, ...], RankGroup] | None = None) -> None:
         """Groups by the axes of the buckets; None for a single rank."""
         self._layout = layout
         self._groups = groups or {bucket.axes: ALONE for bucket in layout.buckets}
@@ -33,12 +33,12 @@ class DataParallel:
     def reduce(self, gradient: Tensor) -> None:
         """Sum a flat gradient over the ranks, in place: each rank's shares are then valid, the rest is not."""
         for bucket in self._layout.buckets:
-            self._groups[bucket.axes].reduce_shares(gradient, bucket.shares)
+            self._groups[bucket.axes].reduce_shards(gradient, bucket.shares)
 
     def gather(self, weights: Tensor) -> None:
         """Fill flat weights, of which each rank has written its shares, from the others'."""
         for bucket in self._layout.buckets:
-            self._groups[bucket.axes].gather_shares(weights, bucket.shares)
+            self._groups[bucket.axes].gather_shards(weights, bucket.shares)
 
     def squares(self, gradient: Tensor, *, without: Bucket | None = None) -> Tensor:
         """Scalar float64: this rank's part of the sum of squares of a reduced gradient; all parts together are it."""

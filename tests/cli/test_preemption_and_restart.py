@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaasync.checkpoint import transfer
-from megaasync.checkpoint.folders import MARK, checkpoints_in, look_at, newest
-from megaasync.checkpoint.pieces import Pieces
+from megaasync.checkpoint import dcp_io
+from megaasync.checkpoint.chunks import TensorChunks
+from megaasync.checkpoint.paths import MARK, checkpoints_in, inspect_checkpoint, latest
 from tests.cli.test_runs import ranks_of, wait_for_step
 from tests.support.cli import REPOSITORY, TINY, command, environment, metrics, pretrain, small_disk, summary
 from tests.support.runs import CLOCKS
-from tests.support.tiers import also_slow
+from tests.support.tiers import slow_params
 
 RECIPE = [
     *TINY,
@@ -74,12 +74,12 @@ def tensors_of(checkpoint):
     """Every tensor of a checkpoint, whole."""
     found = {}
     entries = {}
-    metadata = transfer.dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    for name, shape in transfer.tensors_in(checkpoint).items():
+    metadata = dcp_io.dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    for name, shape in dcp_io.tensors_in(checkpoint).items():
         dtype = metadata[name].properties.dtype
         found[name] = torch.zeros(shape, dtype=dtype)
-        entries[name] = Pieces(shape, dtype, {(0,) * len(shape): found[name]})
-    transfer.load(entries, checkpoint, group=None)
+        entries[name] = TensorChunks(shape, dtype, {(0,) * len(shape): found[name]})
+    dcp_io.load(entries, checkpoint, group=None)
     return found
 
 
@@ -146,7 +146,7 @@ SIGNALS = [
 ]
 
 
-@pytest.mark.parametrize(("number", "to"), also_slow(SIGNALS, kept=(6, 7), area="survive"), ids=str)
+@pytest.mark.parametrize(("number", "to"), slow_params(SIGNALS, kept=(6, 7), area="survive"), ids=str)
 def test_a_signal_saves_and_the_run_goes_on_exactly(tmp_path, started, uninterrupted, number, to):
     process = started(tmp_path, "train.steps=60", "checkpoint.interval=1000", "run.dir=run")
     wait_for_step(tmp_path / "run", 3, process)
@@ -392,13 +392,13 @@ def test_a_changed_byte_of_a_checkpoints_json_is_found_before_it_is_used(tmp_pat
     whole = path.read_bytes()
     for place in (3, len(whole) // 3, len(whole) // 2, len(whole) - 4):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        found = look_at(path.parent)
+        found = inspect_checkpoint(path.parent)
         assert not found.is_complete and (name in found.problem or "its save did not finish" in found.problem)
-        assert newest(with_two).step == 4
+        assert latest(with_two).step == 4
     path.write_bytes(whole)
-    assert look_at(path.parent).is_complete
+    assert inspect_checkpoint(path.parent).is_complete
     renamed = path.parent.rename(with_two / "step_00000900")
-    assert look_at(renamed).problem == "is a checkpoint of step 8 under another name"
+    assert inspect_checkpoint(renamed).problem == "is a checkpoint of step 8 under another name"
 
 
 def test_a_mark_that_names_files_elsewhere_is_not_followed(tmp_path, with_two):
@@ -410,7 +410,7 @@ def test_a_mark_that_names_files_elsewhere_is_not_followed(tmp_path, with_two):
         mark.with_name("other").write_text(json.dumps(content))
         shutil.copytree(with_two / "step_00000008", with_two / "copy")
         (with_two / "copy/other").rename(with_two / "copy" / MARK)
-        assert "was changed" in look_at(with_two / "copy").problem
+        assert "was changed" in inspect_checkpoint(with_two / "copy").problem
         shutil.rmtree(with_two / "copy")
 
 
@@ -468,7 +468,7 @@ def test_files_are_as_large_as_what_is_in_them(with_two):
     content = sum(tensor.nbytes for tensor in tensors_of(folder).values())
     headers = 1500  # of torch's file format, for every piece
     pieces = sum(
-        len(one.chunks) for one in transfer.dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.values()
+        len(one.chunks) for one in dcp_io.dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.values()
     )
     written = sum(path.stat().st_size for path in folder.glob("*.distcp"))
     assert content < written < 1.1 * content + headers * pieces
