@@ -108,7 +108,7 @@ def _write_run(wanted: _Wanted, folder: Path, record: dict[str, Any], plan: dict
         ) from None
 
 
-def _launch(runs: list[_Wanted], *, wish: str | None) -> None:
+def _launch(runs: list[_Wanted], *, requested: str | None) -> None:
     """Write the job of all runs, and start it."""
     first = runs[0].config
     planner = importlib.import_module("megaasync.train.plan")
@@ -119,7 +119,7 @@ def _launch(runs: list[_Wanted], *, wish: str | None) -> None:
     others = [one for one in runs[1:] if one.config.cluster != first.cluster]
     if others:
         raise ConfigError("cluster: the runs of a sweep become one job array, so all need the same cluster.* keys")
-    base = Path(wish).expanduser().absolute() if wish else new_run_folder(_label(first)).absolute()
+    base = Path(requested).expanduser().absolute() if requested else new_run_folder(_label(first)).absolute()
     folders = [base] if len(runs) == 1 else [base / str(number) for number in range(len(runs))]
     package = Path(__file__).parent
     record = environment_record(package, command=redacted(shlex.join(sys.argv), variables())) | {
@@ -207,11 +207,11 @@ def _wait_for(command: list[str]) -> int:
 def main() -> None:
     """Entry point."""
     runs: list[_Wanted] = []
-    wishes: list[str | None] = []
+    requests: list[str | None] = []
 
     def collect(plain: dict[str, Any]) -> None:
-        wish = plain["run"]["dir"]
-        wishes.append(wish if wish is None or sweep_number() is None else str(Path(wish).parent))
+        requested = plain["run"]["dir"]
+        requests.append(requested if requested is None or sweep_number() is None else str(Path(requested).parent))
         try:
             runs.append(_check(plain))
         except (ConfigError, DataError) as error:
@@ -223,7 +223,7 @@ def main() -> None:
     if not runs:  # --cfg job and the like have answered
         return
     try:
-        _launch(runs, wish=wishes[0])
+        _launch(runs, requested=requests[0])
     except ConfigError as error:
         fail(str(error), status=CONFIG_ERROR_STATUS)
     except OSError as error:

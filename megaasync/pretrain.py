@@ -93,15 +93,15 @@ def _print_plan(config: Config) -> None:
 def _prepare(config: Config, *, is_first: bool, writes_config: bool) -> tuple[Any, Claim | None]:
     """Data and run folder, on the rank or launcher that makes them."""
     prepare = importlib.import_module("megaasync.data.prepare")
-    say = (lambda line: print(line, flush=True)) if is_first else (lambda line: None)
-    prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, say=say, identify=is_first)
+    notify = (lambda line: print(line, flush=True)) if is_first else (lambda line: None)
+    prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, notify=notify, identify=is_first)
     if not is_first:
         return prepared, None
     label = f"{config.model.name}-{config.optimizer.name}-{config.schedule.name}"
     claim = claim_run_folder(config, label=label, data=prepared.identity)
     claim.owns_config = writes_config
     for note in claim.notes:
-        say(note)
+        notify(note)
     try:
         if writes_config:
             _write_config(claim, yaml.safe_dump(to_plain(with_folder(config, claim.folder)), sort_keys=False))
@@ -246,7 +246,7 @@ def pretrain(
     environment, claim, began = None, None, perf_counter()
 
     def end(message: str, status: int, *, retryable: bool = False) -> None:
-        """Say it and end, with a note for the batch script on whether another try may go well."""
+        """Notify it and end, with a note for the batch script on whether another try may go well."""
         if environment is None:
             fail(message, status=status)
         _end_rank(message, status, _job_folder(plain, claim), claim, retryable=retryable)

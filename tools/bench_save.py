@@ -64,7 +64,7 @@ def run_rank(environment: Any, plain: dict[str, Any], folder: Path | None) -> di
 
     keeper.AsyncCheckpointWriter.save = timed
     files = None if folder is None else build.CheckpointFiles(folder, None, print)
-    prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, say=lambda line: None)
+    prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, notify=lambda line: None)
     trainer = build.build_trainer(
         config, environment=environment, prepared=prepared, device=device, observer=times, files=files
     )

@@ -71,7 +71,7 @@ def run_rank(environment: Any, plain: dict[str, Any], kind: str) -> dict[str, An
     reference = importlib.import_module("bench.plain")
     torch.set_num_threads(1)
     config = validate(read(Config, plain))
-    prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, say=lambda line: None)
+    prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, notify=lambda line: None)
     rows = _Rows()
     before = _resident()
     if kind == "ours":

@@ -25,7 +25,7 @@ from megaasync.schedules import (
     check,
     render_svg,
     render_text,
-    report,
+    schedule_metrics,
     simulate,
 )
 
@@ -140,7 +140,7 @@ def draw_planned(drawing: Drawing) -> None:
             drawing.schedule,
             num_ranks=drawing.stages,
             num_microbatches=drawing.microbatches,
-            chunks=drawing.virtual_stages,
+            virtual_stages=drawing.virtual_stages,
             extra_in_flight=drawing.extra_in_flight,
         )
     except ScheduleError as error:
@@ -152,7 +152,7 @@ def draw_planned(drawing: Drawing) -> None:
         drawing.forward, drawing.backward, drawing.weight, reduce=drawing.reduce, step=drawing.step, hop=drawing.hop
     )
     _, last = steps_of(drawing)
-    figures = report(schedule, costs=costs, overlap=drawing.overlap_step)
+    figures = schedule_metrics(schedule, costs=costs, overlap=drawing.overlap_step)
     print(render_text(schedule, num_steps=last))
     print(describe(figures))
     if drawing.out is not None:

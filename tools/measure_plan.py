@@ -77,13 +77,13 @@ class _Watched(Recompute):
     """Its hooks hide those around it, so it reports what it keeps by itself."""
 
     @staticmethod
-    def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    def storage_key(tensor: Tensor) -> tuple[Any, ...]:
         """Fake tensors have storages without an address."""
         return tensor.untyped_storage()._cdata, tensor.numel(), tensor.dtype, tensor.is_contiguous()
 
-    def keep(self, tensor: Tensor) -> Any:
+    def pack_hook(self, tensor: Tensor) -> Any:
         """As it is kept."""
-        kept = super().keep(tensor)
+        kept = super().pack_hook(tensor)
         return self.saved.pack(kept) if isinstance(kept, Tensor) else kept
 
     def layer(self, module: torch.nn.Module, x: Tensor, *others: Any) -> Tensor:

@@ -44,7 +44,7 @@ def _corpus(arguments: argparse.Namespace) -> Corpus:
             tokenizer_bytes=32_000_000,
             on_bad_bytes=arguments.on_bad_bytes,
         ),
-        say=print,
+        notify=print,
     )
 
 
@@ -103,7 +103,7 @@ def preprocess(arguments: argparse.Namespace) -> str:
                 for output, aside in zip(outputs, asides, strict=True)
             ]
             empty = _write(arguments, tokenizer, documents, parts)
-        say_unknown(sum(part.unknown for part in parts), sum(part.tokens for part in parts), say=print)
+        say_unknown(sum(part.unknown for part in parts), sum(part.tokens for part in parts), notify=print)
         written = [part for part in parts if part.documents]
         for part in written:
             part.publish(tokenizer)

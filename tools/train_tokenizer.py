@@ -45,7 +45,7 @@ def main() -> int:
         on_bad_bytes=arguments.on_bad_bytes,
     )
     try:
-        corpus = PythonStdlibCorpus() if arguments.input == "python_stdlib" else open_corpus(data, say=print)
+        corpus = PythonStdlibCorpus() if arguments.input == "python_stdlib" else open_corpus(data, notify=print)
         output = Path(arguments.output)
         check_output("--output", output.parent, is_folder=True)
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from megaasync.distributed.sharding import Shape
 
 
-def boxes_of_run(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape, int]]:
+def chunks_of_range(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape, int]]:
     """The boxes whose elements, one box after another, are elements [start, end) of a tensor in row-major order.
 
     Yields:
@@ -34,7 +34,7 @@ def boxes_of_run(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Sh
     row = math.prod(shape[1:])
 
     def inside(number: int, low: int, high: int) -> Iterator[tuple[Shape, Shape, int]]:
-        for offsets, sizes, first in boxes_of_run(shape[1:], low, high):
+        for offsets, sizes, first in chunks_of_range(shape[1:], low, high):
             yield (number, *offsets), (1, *sizes), number * row + first
 
     first_row, first_left = divmod(start, row)
@@ -64,7 +64,7 @@ class TensorChunks:
 
     shape: Shape
     dtype: torch.dtype
-    boxes: dict[Shape, Tensor] = field(default_factory=dict)
+    chunks: dict[Shape, Tensor] = field(default_factory=dict)
 
     def size(self) -> torch.Size:
         """Of the whole."""
@@ -79,21 +79,23 @@ class TensorChunks:
             local_offsets: of the local part in the whole.
             start: of the run in the flattened local part.
         """
-        for offsets, sizes, first in boxes_of_run(local_shape, start, start + run.numel()):
+        for offsets, sizes, first in chunks_of_range(local_shape, start, start + run.numel()):
             place = tuple(low + offset for low, offset in zip(local_offsets, offsets, strict=True))
-            self.boxes[place] = run[first - start : first - start + math.prod(sizes)].view(sizes)
+            self.chunks[place] = run[first - start : first - start + math.prod(sizes)].view(sizes)
 
-    def copied(self) -> "TensorChunks":
+    def to_host(self) -> "TensorChunks":
         """The same in memory of the host that nobody else writes to."""
-        return TensorChunks(self.shape, self.dtype, {k: b.detach().to("cpu", copy=True) for k, b in self.boxes.items()})
+        return TensorChunks(
+            self.shape, self.dtype, {k: b.detach().to("cpu", copy=True) for k, b in self.chunks.items()}
+        )
 
     @property
     def nbytes(self) -> int:
         """Of this rank's boxes."""
-        return sum(box.nbytes for box in self.boxes.values())
+        return sum(box.nbytes for box in self.chunks.values())
 
     def _chunk(self, offsets: Shape) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(offsets), self.boxes[offsets].size())
+        return ChunkStorageMetadata(torch.Size(offsets), self.chunks[offsets].size())
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """torch.distributed.checkpoint asks for it."""
@@ -104,9 +106,9 @@ class TensorChunks:
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(self._chunk(offsets), properties, self.size()),
             )
-            for offsets in self.boxes
+            for offsets in self.chunks
         ]
 
-    def chunks(self) -> list[ChunkStorageMetadata]:
+    def chunk_metadata(self) -> list[ChunkStorageMetadata]:
         """Offsets and sizes of the boxes."""
-        return [self._chunk(offsets) for offsets in self.boxes]
+        return [self._chunk(offsets) for offsets in self.chunks]

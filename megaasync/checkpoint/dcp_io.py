@@ -21,7 +21,7 @@ from megaasync.config.schema import ConfigError
 
 class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].boxes[tuple(index.offset)]
+        return self.state_dict[index.fqn].chunks[tuple(index.offset)]
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -34,12 +34,12 @@ class _LoadPlanner(DefaultLoadPlanner):
             [
                 item
                 for name, pieces in self.state_dict.items()
-                for item in create_read_items_for_chunk_list(name, there[name], pieces.chunks())
+                for item in create_read_items_for_chunk_list(name, there[name], pieces.chunk_metadata())
             ]
         )
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].boxes[tuple(index.offset)]
+        return self.state_dict[index.fqn].chunks[tuple(index.offset)]
 
 
 def write(entries: ShardedStateDict, folder: Path, *, group: dist.ProcessGroup | None) -> None:

@@ -150,23 +150,23 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def finish(aside: Path, final: Path, sums: dict[str, int]) -> None:
+def finish(tmp_dir: Path, final: Path, sums: dict[str, int]) -> None:
     """Give a folder whose files are all written its name, and then its mark, durably.
 
     Args:
-        aside: the folder.
+        tmp_dir: the folder.
         final: its name to be; what is there goes when the new one is whole.
         sums: checksums by file name.
     """
-    files = {name: {"size": (aside / name).stat().st_size, "crc32": crc} for name, crc in sorted(sums.items())}
+    files = {name: {"size": (tmp_dir / name).stat().st_size, "crc32": crc} for name, crc in sorted(sums.items())}
     for name in files:
-        _sync(aside / name)
-    _sync(aside)
+        _sync(tmp_dir / name)
+    _sync(tmp_dir)
     replaced = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         final.rename(replaced)
-    aside.rename(final)
+    tmp_dir.rename(final)
     _sync(final.parent)
     write_json(final / MARK, {"files": files, "crc32": _crc_of(files)})
     _sync(final / MARK)
@@ -216,9 +216,9 @@ def quarantine(path: Path, why: str) -> Path:
         Its new place, `WHY_step_...`, numbered if that is taken.
     """
     names = itertools.chain([f"{why}_{path.name}"], (f"{why}_{path.name}_{n}" for n in itertools.count(2)))
-    aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
-    path.rename(aside)
-    return aside
+    tmp_dir = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    path.rename(tmp_dir)
+    return tmp_dir
 
 
 def set_aside_newer(root: Path, step: int) -> None:

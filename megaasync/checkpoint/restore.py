@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from megaasync.checkpoint.compatibility import FORMAT
 from megaasync.checkpoint.dcp_io import load
-from megaasync.checkpoint.stage_state import ShardedStateDict, StageState, merged
+from megaasync.checkpoint.stage_state import ShardedStateDict, StageState, merge_state_dicts
 from megaasync.config.schema import ConfigError
 from megaasync.pipeline.step_runner import PendingStep, StepRunner
 from megaasync.pipeline.step_stats import StepResult
@@ -22,7 +22,7 @@ from megaasync.schedules import Phase, PipelineSchedule
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class ResumePoint:
     """Where a run goes on.
 
     Attributes:
@@ -60,7 +60,7 @@ def pending_from(meta: Mapping[str, Any]) -> dict[int, PendingStep]:
     }
 
 
-def describe(
+def build_metadata(
     step: int, *, tokens: int, train_loss: float | None, phase: Phase, states: Sequence[StageState], runner: StepRunner
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what a checkpoint says of the pipeline, what this rank alone knows)."""
@@ -102,7 +102,7 @@ def entries_at(
             if compensates:  # of the weights that it was taken at
                 taken_at = schedule.version(stage=state.stage.place.index, step=pending)
                 parts.append(state.version_entries(version=taken_at, number=pending - step))
-    return merged(parts)
+    return merge_state_dicts(parts)
 
 
 class _Loader:
@@ -123,7 +123,7 @@ def restore(
     phases: tuple[Phase, ...],
     compensates: bool,
     group: dist.ProcessGroup | None,
-) -> Position:
+) -> ResumePoint:
     """Load a checkpoint into freshly built stages. All ranks call it together.
 
     Args:
@@ -182,7 +182,7 @@ def restore(
         for s, known in pending.items():
             if any(state.stage.num_updates <= s for state in states):
                 runner.restore_pending(s, known)
-        return Position(step, meta["tokens"], meta["train_loss"], phases)
+        return ResumePoint(step, meta["tokens"], meta["train_loss"], phases)
     for s in range(step - behind[0], step):
         for state in states:
             loader(state.gradient_entries(step=s, number=step - s))
@@ -193,7 +193,7 @@ def restore(
                 state.stage.skip(s)
     for state in states:
         state.stage.load_master_into_slot(step)
-    return Position(step, meta["tokens"], meta["train_loss"], _begun_at(phases, step))
+    return ResumePoint(step, meta["tokens"], meta["train_loss"], _begun_at(phases, step))
 
 
 def _begun_at(phases: tuple[Phase, ...], step: int) -> tuple[Phase, ...]:

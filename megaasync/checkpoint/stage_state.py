@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megaasync.checkpoint.chunks import TensorChunks
 from megaasync.distributed.sharding import Shape
-from megaasync.optim.flat_param_layout import Run
+from megaasync.optim.flat_param_layout import ParamGroup
 from megaasync.pipeline.stage_update import StageUpdate
 
 ShardedStateDict = dict[str, TensorChunks]
@@ -48,14 +48,14 @@ class StageState:
         layout = stage.optimizer.layout
         self._places = sorted((layout.place_of(name).start, layout.place_of(name).stop, name) for name in shapes)
 
-    def _members(self, run: Run) -> Iterator[tuple[str, int, int, int]]:
+    def _members(self, run: ParamGroup) -> Iterator[tuple[str, int, int, int]]:
         """(parameter, its first element here, first and last element in the run)."""
         for start, stop, name in self._places:
             low, high = max(start, run.start), min(stop, run.end)
             if low < high:
                 yield name, low - start, low - run.start, high - run.start
 
-    def _flat(self, entries: ShardedStateDict, prefix: str, run: Run, tensor: Tensor, suffix: str = "") -> None:
+    def _flat(self, entries: ShardedStateDict, prefix: str, run: ParamGroup, tensor: Tensor, suffix: str = "") -> None:
         """TensorChunks of a contiguous tensor with one element per element of the run."""
         flat = tensor.view(-1)
         for name, first, low, high in self._members(run):
@@ -67,7 +67,7 @@ class StageState:
                 start=first,
             )
 
-    def _matrices(self, run: Run) -> list[tuple[str, int]]:
+    def _matrices(self, run: ParamGroup) -> list[tuple[str, int]]:
         """(parameter, place in the whole stack) of the whole matrices that this rank's rule steps, in their order."""
         rows, cols = run.matrix_shape
         found = []
@@ -80,19 +80,19 @@ class StageState:
         before = sum(run.owners.counts[: run.owners.index])
         return found[before : before + run.owners.counts[run.owners.index]]
 
-    def _of_matrices(self, entries: ShardedStateDict, run: Run, key: str, tensor: Tensor) -> None:
+    def _of_matrices(self, entries: ShardedStateDict, run: ParamGroup, key: str, tensor: Tensor) -> None:
         """TensorChunks of a rule's state [n, ...] of n whole matrices."""
         for number, (name, place) in enumerate(self._matrices(run)):
             one, is_stack = tensor[number], len(self._shapes[name]) == 3
             shape = (self._shapes[name][0], *one.shape) if is_stack else tuple(one.shape)
             offsets = (place, *(0,) * one.dim()) if is_stack else (0,) * one.dim()
             pieces = entries.setdefault(f"state/{name}/{key}", TensorChunks(shape, tensor.dtype))
-            pieces.boxes[offsets] = one.unsqueeze(0) if is_stack else one
+            pieces.chunks[offsets] = one.unsqueeze(0) if is_stack else one
 
     def optimizer_entries(self) -> ShardedStateDict:
         """Masters, states, memories and routers: all but what the delay leaves pending."""
         optimizer, entries = self.stage.optimizer, {}
-        for run, state, memory in zip(optimizer.layout.runs, optimizer.states, optimizer.memories, strict=True):
+        for run, state, memory in zip(optimizer.layout.groups, optimizer.states, optimizer.memories, strict=True):
             self._flat(entries, "master", run, run.view_shard(optimizer.master))
             for key, tensor in memory.items():
                 self._flat(entries, "memory", run, tensor, f"/{key}")
@@ -111,16 +111,16 @@ class StageState:
         return entries
 
     def version_entries(self, *, version: int, number: int) -> ShardedStateDict:
-        """Shares of a published version, to be gathered after a load."""
+        """Shards of a published version, to be gathered after a load."""
         entries: ShardedStateDict = {}
-        for run in self.stage.optimizer.layout.runs:
+        for run in self.stage.optimizer.layout.groups:
             self._flat(entries, f"weights/{number}", run, run.view(self.stage.versions.flat(version)))
         return entries
 
     def gradient_entries(self, *, step: int, number: int) -> ShardedStateDict:
-        """Shares of the summed gradient of a pending batch, and its experts' loads."""
+        """Shards of the summed gradient of a pending batch, and its experts' loads."""
         entries: ShardedStateDict = {}
-        for run in self.stage.optimizer.layout.runs:
+        for run in self.stage.optimizer.layout.groups:
             self._flat(entries, f"gradient/{number}", run, run.view(self.stage.gradients.sum_of(step)))
         if self.stage.balance is not None:
             for layer, counts in zip(self._router_layers, self.stage.balance.counts(step), strict=True):
@@ -132,12 +132,12 @@ def _whole(tensor: Tensor) -> TensorChunks:
     return TensorChunks(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor})
 
 
-def merged(parts: Sequence[ShardedStateDict]) -> ShardedStateDict:
+def merge_state_dicts(parts: Sequence[ShardedStateDict]) -> ShardedStateDict:
     """ShardedStateDict of several stages of a rank; a tied embedding is in two of them, equal."""
     entries: ShardedStateDict = {}
     for part in parts:
         for name, pieces in part.items():
-            entries.setdefault(name, TensorChunks(pieces.shape, pieces.dtype)).boxes.update(pieces.boxes)
+            entries.setdefault(name, TensorChunks(pieces.shape, pieces.dtype)).chunks.update(pieces.chunks)
     return entries
 
 
@@ -146,7 +146,7 @@ def bytes_of(entries: ShardedStateDict) -> int:
     return sum(pieces.nbytes for pieces in entries.values())
 
 
-def copied(entries: ShardedStateDict) -> ShardedStateDict:
+def to_host(entries: ShardedStateDict) -> ShardedStateDict:
     """The one copy that a save makes the pipeline wait for."""
     with torch.no_grad():
-        return {name: pieces.copied() for name, pieces in entries.items()}
+        return {name: pieces.to_host() for name, pieces in entries.items()}

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megaasync.checkpoint import paths
 from megaasync.checkpoint.dcp_io import write
-from megaasync.checkpoint.stage_state import ShardedStateDict, bytes_of, copied
+from megaasync.checkpoint.stage_state import ShardedStateDict, bytes_of, to_host
 from megaasync.checkpoint.storage import PICKLED, TENSORS
-from megaasync.distributed.agreement import gathered
+from megaasync.distributed.agreement import all_gather_object
 from megaasync.observe.run_files import write_json
 
 _ROOM = 1.05  # of the bytes to be written, that must be free
@@ -58,7 +58,7 @@ class AsyncCheckpointWriter:
         keep: int,
         is_async: bool,
         group: dist.ProcessGroup | None,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         """A writer.
 
@@ -67,9 +67,9 @@ class AsyncCheckpointWriter:
             keep: newest ones kept.
             is_async: write in the background.
             group: all ranks, over gloo, for nothing else; None for a single rank.
-            say: tells the user, on rank 0.
+            notify: tells the user, on rank 0.
         """
-        self.root, self._keep, self._is_async, self._group, self._say = root, keep, is_async, group, say
+        self.root, self._keep, self._is_async, self._group, self._notify = root, keep, is_async, group, notify
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None  # of the thread, that only this rank knows of
         self.last_step, self.longest = -1, 0.0
@@ -93,7 +93,7 @@ class AsyncCheckpointWriter:
         """
         self.wait()
         self.last_step = step
-        mine = copied(entries)
+        mine = to_host(entries)
         if not self._is_async:
             self._save(step, mine, dict(meta), dict(own))
             self.raise_fault()
@@ -125,35 +125,35 @@ class AsyncCheckpointWriter:
 
     def _save(self, step: int, entries: ShardedStateDict, meta: dict[str, Any], own: dict[str, Any]) -> None:
         began = time.monotonic()
-        aside = paths.tmp_dir_of(self.root, step)
+        tmp_dir = paths.tmp_dir_of(self.root, step)
         try:
-            self._prepare(aside, bytes_of(entries))
-            write(entries, aside, group=self._group)
-            self._finish(aside, step, meta, own)
+            self._prepare(tmp_dir, bytes_of(entries))
+            write(entries, tmp_dir, group=self._group)
+            self._finish(tmp_dir, step, meta, own)
             self.saved_step, self.problem = step, None
         except (SaveError, CheckpointException, OSError) as error:
             self.problem = _words(error)
             if isinstance(error, OSError) and self._group is not None:
                 self._fault = error  # here alone; what all ranks know of is one of the others
             elif self._rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(tmp_dir, ignore_errors=True)
                 kept = paths.latest(self.root)
                 newest = f"the newest checkpoint is {kept.path}" if kept else "there is no checkpoint yet"
-                self._say(f"checkpoint at step {step} failed: {_words(error)}; training goes on, {newest}")
+                self._notify(f"checkpoint at step {step} failed: {_words(error)}; training goes on, {newest}")
         except BaseException as error:
             self._fault = error
         self.longest = max(self.longest, time.monotonic() - began)
 
-    def _prepare(self, aside: Path, num_bytes: int) -> None:
+    def _prepare(self, tmp_dir: Path, num_bytes: int) -> None:
         """A folder with room for all ranks' bytes."""
-        total = sum(gathered(num_bytes, self._group))
+        total = sum(all_gather_object(num_bytes, self._group))
         problem = None
         if self._rank == 0:
             try:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(tmp_dir, ignore_errors=True)
                 self.root.mkdir(exist_ok=True)  # without its parents: a run folder that is gone stays gone
-                aside.mkdir()
-                free = shutil.disk_usage(aside).free
+                tmp_dir.mkdir()
+                free = shutil.disk_usage(tmp_dir).free
                 if free < total * _ROOM:
                     problem = (
                         f"{self.root}: needs {total / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free; make "
@@ -163,30 +163,32 @@ class AsyncCheckpointWriter:
                 problem = _words(error)
         self._agree(problem)
 
-    def _finish(self, aside: Path, step: int, meta: dict[str, Any], own: dict[str, Any]) -> None:
+    def _finish(self, tmp_dir: Path, step: int, meta: dict[str, Any], own: dict[str, Any]) -> None:
         """Checksums, meta data, name and mark; then older checkpoints may go."""
         problem, sums = None, {}
         try:
             mine = f"__{self._rank}_"
-            sums = {path.name: paths.checksum(path) for path in aside.iterdir() if path.name.startswith(mine)}
+            sums = {path.name: paths.checksum(path) for path in tmp_dir.iterdir() if path.name.startswith(mine)}
         except OSError as error:
             problem = _words(error)
-        parts = gathered((sums, own, problem), self._group)
+        parts = all_gather_object((sums, own, problem), self._group)
         problem = next((one for _, _, one in parts if one), None)
         if self._rank == 0 and problem is None:
             try:
                 meta["ranks"] = [one for _, one, _ in parts]
-                write_json(aside / paths.META, meta)
+                write_json(tmp_dir / paths.META, meta)
                 all_sums = {name: crc for found, _, _ in parts for name, crc in found.items()}
                 for name in (paths.META, TENSORS, PICKLED):
-                    all_sums[name] = paths.checksum(aside / name)
-                paths.finish(aside, self.root / paths.folder_name(step), all_sums)
+                    all_sums[name] = paths.checksum(tmp_dir / name)
+                paths.finish(tmp_dir, self.root / paths.folder_name(step), all_sums)
             except OSError as error:
                 problem = _words(error)
         self._agree(problem)
         if self._rank == 0:  # the save is durable: older ones that cannot be removed do not make it a failure
             for path in paths.remove_older(self.root, keep=self._keep):
-                self._say(f"WARNING: the older checkpoint {path} could not be removed; remove it by hand to make room")
+                self._notify(
+                    f"WARNING: the older checkpoint {path} could not be removed; remove it by hand to make room"
+                )
 
     def _agree(self, problem: str | None) -> None:
         """All ranks hear of rank 0's problem.
@@ -194,6 +196,6 @@ class AsyncCheckpointWriter:
         Raises:
             SaveError: on every rank, if there is one.
         """
-        problem = gathered(problem, self._group)[0]
+        problem = all_gather_object(problem, self._group)[0]
         if problem:
             raise SaveError(problem)

@@ -18,7 +18,7 @@ def phases_of(config: Config) -> tuple[Phase, ...]:
         sync_cooldown_steps=schedule.sync_cooldown_steps,
         num_ranks=parallel.pipeline,
         num_microbatches=config.num_microbatches,
-        chunks=parallel.virtual_stages,
+        virtual_stages=parallel.virtual_stages,
         extra_in_flight=schedule.extra_in_flight,
         tied=config.model.tie_embeddings,
         delay=schedule.delay,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from megaasync.config.schema import HfData
 from megaasync.data import DataError
-from megaasync.data.identity import Say, remembered_record
+from megaasync.data.identity import Notify, remembered_record
 from megaasync.data.text_files import check_file, expand, kind_of, texts_of
 
 _NOT_CORPUS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
@@ -89,18 +89,18 @@ class FileCorpus:
     In a .txt file a document is a paragraph (blank lines between); elsewhere it is a row.
     """
 
-    def __init__(self, config: HfData, files: Sequence[Path], *, say: Say) -> None:
+    def __init__(self, config: HfData, files: Sequence[Path], *, notify: Notify) -> None:
         """A corpus.
 
         Args:
             config: the data group.
             files: in the order that they are read in.
-            say: gets a progress line while large files are hashed.
+            notify: gets a progress line while large files are hashed.
 
         Raises:
             DataError: a file is not what its name says, or all are empty.
         """
-        self._config, self._files, self._say = config, files, say
+        self._config, self._files, self._notify = config, files, notify
         for file in files:
             check_file(file)
         if all(file.stat().st_size == 0 for file in files):
@@ -111,7 +111,7 @@ class FileCorpus:
         memory = Path(self._config.cache_dir).expanduser() / "hashes"
         parts = [self._config.text_field, self._config.on_bad_bytes]
         for file in self._files:
-            parts += [str(kind_of(file)), remembered_record(file, memory, say=self._say).sha256]
+            parts += [str(kind_of(file)), remembered_record(file, memory, notify=self._notify).sha256]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
@@ -174,19 +174,19 @@ class HubCorpus:
             yield Document(content_key(text or ""), text or "")
 
 
-def open_corpus(config: HfData, *, say: Say = lambda line: None) -> FileCorpus | HubCorpus:
+def open_corpus(config: HfData, *, notify: Notify = lambda line: None) -> FileCorpus | HubCorpus:
     """The documents that `data.path` means: local files, or a name on the hub.
 
     Args:
         config: the data group.
-        say: gets a progress line while large files are hashed.
+        notify: gets a progress line while large files are hashed.
 
     Raises:
         DataError: there are no such files, or they cannot be what is asked for.
     """
     files = expand(config.path)
     if files:
-        return FileCorpus(config, files, say=say)
+        return FileCorpus(config, files, notify=notify)
     looks_local = kind_of(Path(config.path)) is not None or any(sign in config.path for sign in "*?[~\\")
     if looks_local or config.path.startswith(("/", ".")):
         raise DataError(f"data.path={config.path}: no such file; give a file, a glob, or a dataset's name on the hub")

@@ -22,7 +22,7 @@ _READ_BYTES = 1 << 24
 _PROGRESS_SECONDS = 5.0
 _SUFFIXES = (".bin", ".idx")
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 Identity = Mapping[str, str | None]  # tokenizer, train, validation -> SHA-256, None where a run has none of it
 
 
@@ -57,7 +57,7 @@ def sampled_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _full_hash(path: Path, *, say: Say) -> str:
+def _full_hash(path: Path, *, notify: Notify) -> str:
     """SHA-256 of a file, with a line now and then if it takes long."""
     digest, done, told = hashlib.sha256(), 0, time.monotonic()
     with path.open("rb") as file:
@@ -67,11 +67,11 @@ def _full_hash(path: Path, *, say: Say) -> str:
             done += len(block)
             if time.monotonic() - told > _PROGRESS_SECONDS:
                 told = time.monotonic()
-                say(f"data: hashing {path}, {done / 2**30:.1f} of {size / 2**30:.1f} GiB")
+                notify(f"data: hashing {path}, {done / 2**30:.1f} of {size / 2**30:.1f} GiB")
     return digest.hexdigest()
 
 
-def record_of(path: Path, known: FileRecord | None, *, say: Say) -> FileRecord:
+def record_of(path: Path, known: FileRecord | None, *, notify: Notify) -> FileRecord:
     """A file's record; `known` itself if size, time and samples are still the same."""
     status, samples = path.stat(), sampled_hash(path)
     if known is not None and (known.size, known.mtime_ns, known.samples) == (
@@ -80,7 +80,7 @@ def record_of(path: Path, known: FileRecord | None, *, say: Say) -> FileRecord:
         samples,
     ):
         return known
-    return FileRecord(status.st_size, status.st_mtime_ns, samples, _full_hash(path, say=say))
+    return FileRecord(status.st_size, status.st_mtime_ns, samples, _full_hash(path, notify=notify))
 
 
 def _read_record(content: Any) -> FileRecord | None:
@@ -104,17 +104,17 @@ def _write_aside(path: Path, content: Any) -> None:
     aside.rename(path)
 
 
-def remembered_record(path: Path, memory: Path, *, say: Say) -> FileRecord:
+def remembered_record(path: Path, memory: Path, *, notify: Notify) -> FileRecord:
     """The record of a file that has no manifest of its own, remembered in a folder where that can be written.
 
     Args:
         path: the file.
         memory: folder of records, by the file's resolved path.
-        say: gets a progress line when a large file has to be hashed in full.
+        notify: gets a progress line when a large file has to be hashed in full.
     """
     place = memory / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
     known = _read_record(_read_json(place))
-    record = record_of(path, known, say=say)
+    record = record_of(path, known, notify=notify)
     if record != known:
         with suppress(OSError):  # without a memory it is hashed again next time
             memory.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def file_of(prefix: str | Path, suffix: str) -> Path:
 
 def write_manifest(prefix: Path, *, facts: Mapping[str, Any] | None = None) -> None:
     """Write PREFIX.manifest.json: the records of PREFIX.bin and PREFIX.idx, and what the writer knows beside them."""
-    files = {suffix: asdict(record_of(file_of(prefix, suffix), None, say=lambda line: None)) for suffix in _SUFFIXES}
+    files = {suffix: asdict(record_of(file_of(prefix, suffix), None, notify=lambda line: None)) for suffix in _SUFFIXES}
     _write_aside(file_of(prefix, ".manifest.json"), {"format": 1, "files": files, **(facts or {})})
 
 
@@ -137,13 +137,13 @@ def _combined(records: Mapping[str, FileRecord]) -> str:
     return hashlib.sha256("".join(records[suffix].sha256 for suffix in _SUFFIXES).encode()).hexdigest()
 
 
-def identify_tokens(prefix: str | Path, *, memory: Path, say: Say) -> str:
+def identify_tokens(prefix: str | Path, *, memory: Path, notify: Notify) -> str:
     """SHA-256 that stands for the content of PREFIX.bin and PREFIX.idx.
 
     Args:
         prefix: of the pair.
         memory: folder of records, for files without a manifest.
-        say: gets a progress line when a large file has to be hashed in full.
+        notify: gets a progress line when a large file has to be hashed in full.
 
     Raises:
         DataError: the files are not what their manifest says.
@@ -152,9 +152,9 @@ def identify_tokens(prefix: str | Path, *, memory: Path, say: Say) -> str:
     content = _read_json(manifest)
     if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
         paths = {suffix: file_of(prefix, suffix) for suffix in _SUFFIXES}
-        return _combined({suffix: remembered_record(path, memory, say=say) for suffix, path in paths.items()})
+        return _combined({suffix: remembered_record(path, memory, notify=notify) for suffix, path in paths.items()})
     known = {suffix: _read_record(content["files"].get(suffix)) for suffix in _SUFFIXES}
-    found = {suffix: record_of(file_of(prefix, suffix), known[suffix], say=say) for suffix in _SUFFIXES}
+    found = {suffix: record_of(file_of(prefix, suffix), known[suffix], notify=notify) for suffix in _SUFFIXES}
     for suffix, record in found.items():
         if known[suffix] is None or record.sha256 != known[suffix].sha256:
             raise DataError(

@@ -19,7 +19,7 @@ import numpy as np
 from megaasync.config.schema import HfData, IndexedData, PythonStdlibData, SyntheticData
 from megaasync.data import DataError
 from megaasync.data.corpus import Corpus, PythonStdlibCorpus, is_held_out, open_corpus
-from megaasync.data.identity import Identity, Say, identify_tokens, write_manifest
+from megaasync.data.identity import Identity, Notify, identify_tokens, write_manifest
 from megaasync.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megaasync.data.tokenizer import Tokenizer, sample_texts, train_tokenizer
 from megaasync.distributed.environment import cpu_count, default_cache
@@ -75,7 +75,7 @@ def _make_folder(path: Path, key: str) -> None:
         raise DataError(f"{key}={path}: cannot be written ({error.strerror}); set {key} to another folder") from None
 
 
-def _write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, fraction: float, say: Say) -> None:
+def _write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, fraction: float, notify: Notify) -> None:
     """Tokenize every document into folder/train and folder/validation."""
     threads = cpu_count()
     counts = {"train": 0, "validation": 0, "empty": 0, "tokens": 0, "unknown": 0}
@@ -95,11 +95,11 @@ def _write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, fractio
                 counts["validation" if held_out else "train"] += 1
                 counts["tokens"] += len(tokens)
                 counts["unknown"] += int(np.count_nonzero(np.asarray(tokens) == tokenizer.unknown_id))
-    say(
+    notify(
         f"data: tokenized {counts['train']} training and {counts['validation']} validation documents, "
         f"{counts['empty']} empty ones left out"
     )
-    say_unknown(counts["unknown"], counts["tokens"], say=say)
+    say_unknown(counts["unknown"], counts["tokens"], notify=notify)
     if counts["train"] == 0:
         raise DataError("no training document has text in it; check data.path and data.text_field")
     for name in ("train", "validation"):
@@ -107,7 +107,7 @@ def _write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, fractio
     (folder / "counts.json").write_text(json.dumps(counts))
 
 
-def say_unknown(unknown: int, tokens: int, *, say: Say) -> None:
+def say_unknown(unknown: int, tokens: int, *, notify: Notify) -> None:
     """Tell how much of a text the tokenizer has no piece for: all of that is one and the same token."""
     if unknown:
         share = unknown / tokens
@@ -115,7 +115,7 @@ def say_unknown(unknown: int, tokens: int, *, say: Say) -> None:
             "; WARNING: this much text is lost to the model, take a tokenizer with byte fallback or one that was made "
             "for this text (data.tokenizer)"
         )
-        say(
+        notify(
             f"data: {unknown} of {tokens} tokens ({share:.2%}) are unknown to the tokenizer"
             f"{warning if share > _MUCH_UNKNOWN else ''}"
         )
@@ -149,7 +149,7 @@ class _Cache:
         """Whether token files are there that were finished: they come by one rename."""
         return (folder / "counts.json").exists()
 
-    def find(self, *, say: Say) -> PreparedData | None:
+    def find(self, *, notify: Notify) -> PreparedData | None:
         """What is there whole; None if anything is missing or damaged, as after a full disk."""
         if self.tokenizer_path is None and not self.tokenizer().exists():
             return None
@@ -158,11 +158,13 @@ class _Cache:
             folder = self.tokens(tokenizer)
             IndexedDataset(folder / "train")
             identity: dict[str, str | None] = {"tokenizer": tokenizer.fingerprint, "validation": None}
-            identity["train"] = identify_tokens(folder / "train", memory=self.folder / "hashes", say=say)
+            identity["train"] = identify_tokens(folder / "train", memory=self.folder / "hashes", notify=notify)
             has_validation = json.loads((folder / "counts.json").read_text())["validation"] > 0
             if has_validation:
                 IndexedDataset(folder / "validation")
-                identity["validation"] = identify_tokens(folder / "validation", memory=self.folder / "hashes", say=say)
+                identity["validation"] = identify_tokens(
+                    folder / "validation", memory=self.folder / "hashes", notify=notify
+                )
         except (DataError, OSError, ValueError):
             if self.tokenizer_path is not None:
                 Tokenizer(self.tokenizer())  # the user's own file: let its error be seen
@@ -179,7 +181,7 @@ def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def _build(corpus: Corpus, cache: _Cache, *, is_alone: bool, say: Say) -> None:
+def _build(corpus: Corpus, cache: _Cache, *, is_alone: bool, notify: Notify) -> None:
     """Make what is missing of a cache entry.
 
     Args:
@@ -187,7 +189,7 @@ def _build(corpus: Corpus, cache: _Cache, *, is_alone: bool, say: Say) -> None:
         cache: where to.
         is_alone: the folder is locked. Otherwise another process may build the same beside this one: each writes
             under names of its own, and the first to finish wins.
-        say: gets a line when something that takes time begins.
+        notify: gets a line when something that takes time begins.
     """
     if is_alone:
         for left in (*cache.folder.glob("tokens-*.*"), *cache.folder.glob("tokenizer-*.part")):
@@ -199,7 +201,7 @@ def _build(corpus: Corpus, cache: _Cache, *, is_alone: bool, say: Say) -> None:
         texts = (d.text for d in corpus.documents() if not is_held_out(d.key, fraction=cache.fraction))
         sample = sample_texts(texts, max_bytes=cache.training_bytes)
         amount = "all of" if sample.used_bytes == sample.total_bytes else "a sample spread evenly over"
-        say(
+        notify(
             f"data: training a tokenizer with {cache.vocab_size} pieces on {_size(sample.used_bytes)}, {amount} "
             f"the {_size(sample.total_bytes)} of {sample.documents} documents (data.tokenizer_bytes)"
         )
@@ -213,7 +215,7 @@ def _build(corpus: Corpus, cache: _Cache, *, is_alone: bool, say: Say) -> None:
     aside = folder.with_name(f"{folder.name}.{own}")
     aside.mkdir()
     try:
-        _write_tokens(corpus, tokenizer, aside, fraction=cache.fraction, say=say)
+        _write_tokens(corpus, tokenizer, aside, fraction=cache.fraction, notify=notify)
         try:
             aside.rename(folder)
         except OSError:
@@ -231,7 +233,7 @@ def _is_tokenizer(path: Path) -> bool:
     return True
 
 
-def _prepare_corpus(corpus: Corpus, cache: _Cache, *, say: Say) -> PreparedData:
+def _prepare_corpus(corpus: Corpus, cache: _Cache, *, notify: Notify) -> PreparedData:
     if cache.tokenizer_path is not None:
         pieces = Tokenizer(cache.tokenizer_path).vocab_size
         if pieces > cache.vocab_size:
@@ -239,15 +241,15 @@ def _prepare_corpus(corpus: Corpus, cache: _Cache, *, say: Say) -> PreparedData:
                 f"model.vocab_size={cache.vocab_size}: the tokenizer {cache.tokenizer_path} has {pieces} pieces; set "
                 f"model.vocab_size={pieces} or more"
             )
-    prepared = cache.find(say=say)  # needs no writing, so a cache may be read-only
+    prepared = cache.find(notify=notify)  # needs no writing, so a cache may be read-only
     if prepared is not None:
         return prepared
     _make_folder(cache.folder, "data.cache_dir")
     with _locked(cache.folder / "lock") as is_alone:
-        prepared = cache.find(say=say)
+        prepared = cache.find(notify=notify)
         if prepared is None:
-            _build(corpus, cache, is_alone=is_alone, say=say)
-            prepared = cache.find(say=say)
+            _build(corpus, cache, is_alone=is_alone, notify=notify)
+            prepared = cache.find(notify=notify)
     if prepared is None:
         raise DataError(f"data.cache_dir={cache.folder}: what was just written cannot be read back; is the disk full?")
     return prepared
@@ -257,7 +259,7 @@ def prepare_data(
     data: PythonStdlibData | SyntheticData | IndexedData | HfData,
     *,
     vocab_size: int,
-    say: Say = lambda line: None,
+    notify: Notify = lambda line: None,
     identify: bool = True,
 ) -> PreparedData:
     """Make the token files that a run reads, or find them in the cache.
@@ -265,7 +267,7 @@ def prepare_data(
     Args:
         data: the data group of the config.
         vocab_size: of the model; the tokenizer's may be smaller.
-        say: gets a line when something that takes time begins.
+        notify: gets a line when something that takes time begins.
         identify: hash the contents of token files that the user gave; large ones take minutes the first time, and one
             rank of a job is enough.
 
@@ -276,12 +278,12 @@ def prepare_data(
         case SyntheticData():
             return PreparedData(None, None, None)
         case IndexedData():
-            return _user_files(data, vocab_size=vocab_size, say=say, identify=identify)
+            return _user_files(data, vocab_size=vocab_size, notify=notify, identify=identify)
         case PythonStdlibData():
             corpus: Corpus = PythonStdlibCorpus()
             tokenizer_path = None
         case HfData():
-            corpus = open_corpus(data, say=say)
+            corpus = open_corpus(data, notify=notify)
             tokenizer_path = data.tokenizer and str(Path(data.tokenizer).expanduser())
     cache = _Cache(
         folder=Path(data.cache_dir).expanduser(),
@@ -291,10 +293,10 @@ def prepare_data(
         fraction=data.validation_fraction,
         training_bytes=data.tokenizer_bytes,
     )
-    return _prepare_corpus(corpus, cache, say=say)
+    return _prepare_corpus(corpus, cache, notify=notify)
 
 
-def _user_files(data: IndexedData, *, vocab_size: int, say: Say, identify: bool) -> PreparedData:
+def _user_files(data: IndexedData, *, vocab_size: int, notify: Notify, identify: bool) -> PreparedData:
     prefixes = {"train": data.path, "validation": data.validation_path}
     prefixes = {name: path and str(Path(path).expanduser()) for name, path in prefixes.items()}
     for prefix in filter(None, prefixes.values()):
@@ -304,5 +306,5 @@ def _user_files(data: IndexedData, *, vocab_size: int, say: Say, identify: bool)
         return prepared
     identity: dict[str, str | None] = {"tokenizer": None}
     for name, prefix in prefixes.items():
-        identity[name] = prefix and identify_tokens(prefix, memory=default_cache() / "hashes", say=say)
+        identity[name] = prefix and identify_tokens(prefix, memory=default_cache() / "hashes", notify=notify)
     return replace(prepared, identity=identity)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import distributed as dist
 
 
-def gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def all_gather_object(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Every rank's object, on every rank, in their order.
 
     Args:

@@ -64,42 +64,42 @@ class RankGroup:
             return
         wait(_reduce_scatter(part.view(-1), whole.view(-1), group=self.handle, async_op=True), self.timeout, peer=None)
 
-    def reduce_shards(self, whole: Tensor, shares: Sequence[slice]) -> None:
-        """Put the sum of each rank's share of a flat tensor into that share, on that rank.
+    def reduce_shards(self, whole: Tensor, shards: Sequence[slice]) -> None:
+        """Put the sum of each rank's shard of a flat tensor into that shard, on that rank.
 
-        Shares of one size are one collective; else each is reduced to its rank. Other shares are then undefined.
+        Shards of one size are one collective; else each is reduced to its rank. Other shards are then undefined.
 
         Args:
             whole: [n], the same length on all ranks.
-            shares: one per rank, in their order, without gaps.
+            shards: one per rank, in their order, without gaps.
         """
         if self.handle is None:
             return
-        if self._are_equal(shares):
-            self.reduce_scatter(whole[shares[self.index]], whole[shares[0].start : shares[-1].stop])
+        if self._are_equal(shards):
+            self.reduce_scatter(whole[shards[self.index]], whole[shards[0].start : shards[-1].stop])
             return
-        self._each_share(whole, shares, lambda share, root: dist.reduce(share, root, group=self.handle, async_op=True))
+        self._each_shard(whole, shards, lambda shard, root: dist.reduce(shard, root, group=self.handle, async_op=True))
 
-    def gather_shards(self, whole: Tensor, shares: Sequence[slice]) -> None:
-        """Fill a flat tensor, of which each rank has written its share; see `reduce_shards`."""
+    def gather_shards(self, whole: Tensor, shards: Sequence[slice]) -> None:
+        """Fill a flat tensor, of which each rank has written its shard; see `reduce_shards`."""
         if self.handle is None:
             return
-        if self._are_equal(shares):
-            self.all_gather(whole[shares[0].start : shares[-1].stop], whole[shares[self.index]])
+        if self._are_equal(shards):
+            self.all_gather(whole[shards[0].start : shards[-1].stop], whole[shards[self.index]])
             return
-        self._each_share(
-            whole, shares, lambda share, root: dist.broadcast(share, root, group=self.handle, async_op=True)
+        self._each_shard(
+            whole, shards, lambda shard, root: dist.broadcast(shard, root, group=self.handle, async_op=True)
         )
 
     @staticmethod
-    def _are_equal(shares: Sequence[slice]) -> bool:
-        return len({share.stop - share.start for share in shares}) == 1
+    def _are_equal(shards: Sequence[slice]) -> bool:
+        return len({shard.stop - shard.start for shard in shards}) == 1
 
-    def _each_share(self, whole: Tensor, shares: Sequence[slice], start: Callable[[Tensor, int], dist.Work]) -> None:
-        """Start a collective per share that is not empty, then wait for all."""
+    def _each_shard(self, whole: Tensor, shards: Sequence[slice], start: Callable[[Tensor, int], dist.Work]) -> None:
+        """Start a collective per shard that is not empty, then wait for all."""
         roots = dist.get_process_group_ranks(self.handle)
         works = [
-            start(whole[share], root) for share, root in zip(shares, roots, strict=True) if share.stop > share.start
+            start(whole[shard], root) for shard, root in zip(shards, roots, strict=True) if shard.stop > shard.start
         ]
         for work in works:
             wait(work, self.timeout, peer=None)

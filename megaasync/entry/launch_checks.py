@@ -46,7 +46,7 @@ def check_files(config: Config) -> None:
                 )
             IndexedDataset(place).check_ids(config.model.vocab_size)
             # hashed here, where nobody waits for it, and remembered
-            identify_tokens(place, memory=default_cache() / "hashes", say=print)
+            identify_tokens(place, memory=default_cache() / "hashes", notify=print)
     if isinstance(data, HfData):
         place = on_this_host(data.path, cluster)
         files = expand(place)
@@ -56,24 +56,24 @@ def check_files(config: Config) -> None:
             check_file(file)
         if data.tokenizer is not None:
             Tokenizer(on_this_host(data.tokenizer, cluster))
-    wish = config.checkpoint.resume
+    requested = config.checkpoint.resume
     if (
-        wish not in ("auto", "never")
-        and not (found := inspect_checkpoint(Path(on_this_host(wish, cluster)))).is_complete
+        requested not in ("auto", "never")
+        and not (found := inspect_checkpoint(Path(on_this_host(requested, cluster)))).is_complete
     ):
-        raise ConfigError(f"checkpoint.resume={wish}: {found.problem}{hint}")
+        raise ConfigError(f"checkpoint.resume={requested}: {found.problem}{hint}")
 
 
 def needed_folders(config: Config) -> Iterator[Path]:
     """Folders of this host that a container needs for what the run reads and keeps beside its own folder."""
-    data, wish = config.data, config.checkpoint.resume
+    data, requested = config.data, config.checkpoint.resume
     cache = getattr(data, "cache_dir", None)
     if cache is not None:
         folder = Path(cache).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
     paths = [getattr(data, name, None) for name in ("path", "validation_path", "tokenizer")]
-    paths += [] if wish in ("auto", "never") else [wish]
+    paths += [] if requested in ("auto", "never") else [requested]
     for path in filter(None, paths):
         place = Path(path).expanduser().absolute()
         whole = next((one for one in (place, *place.parents) if "*" not in str(one) and one.is_dir()), None)

@@ -91,8 +91,8 @@ def read_run_config(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
 
 def _go_on(plain: dict[str, Any], folder: Path) -> None:
     """A job that starts again goes on from the run's own newest checkpoint, once it has begun from what it names."""
-    wish = plain["checkpoint"]["resume"]
-    if wish in ("auto", "never") or has_resumed_from(folder, Path(wish).expanduser()):
+    requested = plain["checkpoint"]["resume"]
+    if requested in ("auto", "never") or has_resumed_from(folder, Path(requested).expanduser()):
         plain["checkpoint"]["resume"] = "auto"
 
 

@@ -103,10 +103,10 @@ def claim_run_folder(config: Config, *, label: str, data: Identity) -> Claim:
         ConfigError: the folder cannot be written, another run works there, it holds a run that is not this one, or the
             checkpoint is not whole.
     """
-    wish = config.checkpoint.resume
-    chosen = None if wish in ("auto", "never") else Path(wish).expanduser().absolute()
+    requested = config.checkpoint.resume
+    chosen = None if requested in ("auto", "never") else Path(requested).expanduser().absolute()
     if chosen is not None:
-        meta = _named_checkpoint(chosen, wish)
+        meta = _named_checkpoint(chosen, requested)
         check_settings(meta, config, chosen, data=data)
     folder = new_run_folder(label).absolute() if config.run.dir is None else _existing_folder(config.run.dir)
     lock = lock_folder(folder)
@@ -114,7 +114,7 @@ def claim_run_folder(config: Config, *, label: str, data: Identity) -> Claim:
         if not _is_used(folder):
             (folder / "metrics.jsonl").touch()  # the claim
             return Claim(folder, chosen, lock)
-        if wish == "never":
+        if requested == "never":
             raise ConfigError(
                 f"run.dir={config.run.dir}: holds a run already; choose another folder or remove this one"
             )
@@ -122,8 +122,8 @@ def claim_run_folder(config: Config, *, label: str, data: Identity) -> Claim:
         own = chosen if chosen is not None and chosen.resolve().parent == root.resolve() else None
         if chosen is not None and own is None and not _is_same_place(_origin_checkpoint(folder), chosen):
             raise ConfigError(
-                f"run.dir={config.run.dir}: holds a run already, and checkpoint.resume={wish} is not of it; choose "
-                "another folder"
+                f"run.dir={config.run.dir}: holds a run already, and checkpoint.resume={requested} is not of it; "
+                "choose another folder"
             )
         remove_leftovers(root)
         claim = Claim(folder, own or find_resume_point(config, folder, data=data), lock)
@@ -139,11 +139,12 @@ def claim_run_folder(config: Config, *, label: str, data: Identity) -> Claim:
     return claim
 
 
-def _named_checkpoint(path: Path, wish: str) -> dict[str, Any]:
+def _named_checkpoint(path: Path, requested: str) -> dict[str, Any]:
     found = inspect_checkpoint(path)
     if not found.is_complete:
         raise ConfigError(
-            f"checkpoint.resume={wish}: {found.problem}; python -m megaasync.checkpoint list FOLDER shows whole ones"
+            f"checkpoint.resume={requested}: {found.problem}; python -m megaasync.checkpoint list FOLDER shows whole "
+            "ones"
         )
     return read_meta(path)
 

@@ -59,10 +59,10 @@ class Kernels(Protocol):
     def attention(self, *, num_heads: int, num_kv_heads: int, head_size: int, tensor: TensorSplit) -> nn.Module:
         """Causal attention of this rank's heads.
 
-        Of query [B, S, H, K], key and value [B, S, G, K], and what `within` made or None, to [B, S, H K].
+        Of query [B, S, H, K], key and value [B, S, G, K], and what `build_document_mask` made or None, to [B, S, H K].
         """
 
-    def within(self, documents_BS: Tensor, *, dtype: torch.dtype) -> Any:
+    def build_document_mask(self, documents_BS: Tensor, *, dtype: torch.dtype) -> Any:
         """What attention needs to know to stay within documents, once for all layers.
 
         Args:
@@ -76,7 +76,7 @@ class Kernels(Protocol):
         [R, I] rows sorted by expert, a parameter [E, O, I], and [E] int64 rows of each expert, to [R, O].
         """
 
-    def choose(self, logits_TE: Tensor, bias_E: Tensor, config: RouterConfig) -> tuple[Tensor, Tensor]:
+    def topk_routing(self, logits_TE: Tensor, bias_E: Tensor, config: RouterConfig) -> tuple[Tensor, Tensor]:
         """Weights [T, K] in at least float32 and experts [T, K] int64 of each token."""
 
     def tokens_per_expert(self, counts_E: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Kernels(Protocol):
     def unpermute(self, y_RD: Tensor, order: Tensor, weights_TK: Tensor) -> Tensor:
         """[T, D]: the sum of each token's rows by their weights."""
 
-    def losses(
+    def cross_entropy(
         self,
         logits_CV: Tensor,
         labels_C: Tensor,
@@ -114,7 +114,7 @@ class Kernels(Protocol):
             [C] losses, the same on all ranks, and the gradient of their sum, as logits_CV, or None.
         """
 
-    def computing(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """Around the forward of a stage's layers."""
 
     def checkpoint(self, module: nn.Module, x: Tensor, *others: Any) -> Tensor:

@@ -37,7 +37,7 @@ def choose_kernels(
     reference: Kernels,
     device: torch.device,
     splits_backward: bool,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Kernels:
     """The backend that `kernels=` means on a device.
 
@@ -46,7 +46,7 @@ def choose_kernels(
         reference: torch's own.
         device: of this rank.
         splits_backward: the schedule has weight gradients apart.
-        say: told what `auto` found, if it is not what one would expect.
+        notify: told what `auto` found, if it is not what one would expect.
 
     Raises:
         ConfigError: Transformer Engine was asked for and cannot be had.
@@ -65,7 +65,7 @@ def choose_kernels(
     except ImportError as error:
         if is_asked_for:
             raise ConfigError(f"kernels=te: Transformer Engine is {error}; {_REMEDY}, or set kernels=torch") from error
-        say(f"Transformer Engine is {error}; going on with kernels=torch")
+        notify(f"Transformer Engine is {error}; going on with kernels=torch")
         return reference
     adapter = importlib.import_module("megaasync.kernels.transformer_engine")
     return adapter.TransformerEngineKernels(

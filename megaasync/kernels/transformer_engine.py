@@ -54,12 +54,12 @@ class _Attention(nn.Module):
         query_BSHK: Tensor,
         key_BSGK: Tensor,
         value_BSGK: Tensor,
-        within: tuple[Tensor, int] | None = None,
+        attn_mask: tuple[Tensor, int] | None = None,
     ) -> Tensor:
         """To [B, S, H K]; within documents, all sequences are one row of them."""
-        if within is None:
+        if attn_mask is None:
             return self.core(query_layer=query_BSHK, key_layer=key_BSGK, value_layer=value_BSGK)
-        starts, longest = within
+        starts, longest = attn_mask
         y_TX = self.core(
             query_layer=query_BSHK.flatten(0, 1),
             key_layer=key_BSGK.flatten(0, 1),
@@ -257,7 +257,7 @@ class TransformerEngineKernels:
             )
         )
 
-    def within(self, documents_BS: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, int]:
+    def build_document_mask(self, documents_BS: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, int]:
         """[n + 1] int32, where documents begin in the row of all sequences, and its end; and a bound on lengths."""
         is_first_BS = torch.ones_like(documents_BS, dtype=torch.bool)
         is_first_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
@@ -286,12 +286,12 @@ class TransformerEngineKernels:
             pads = (self._te.Fp8Padding(num_gemms=num_experts), self._te.Fp8Unpadding(num_gemms=num_experts))
         return _ExpertLinear(module, num_experts=num_experts, pads=pads, splits=self._splits)
 
-    def choose(self, logits_TE: Tensor, bias_E: Tensor, config: RouterConfig) -> tuple[Tensor, Tensor]:
+    def topk_routing(self, logits_TE: Tensor, bias_E: Tensor, config: RouterConfig) -> tuple[Tensor, Tensor]:
         """Fused, where its conventions are ours."""
         is_sigmoid = config.score_function == "sigmoid"
         is_same = (config.normalize_top_k and config.top_k > 1) if is_sigmoid else config.bias_update_rate == 0
         if not is_same:
-            return self._reference.choose(logits_TE, bias_E, config)
+            return self._reference.topk_routing(logits_TE, bias_E, config)
         probabilities_TE, experts_TK = self._te.router.fused_topk_with_score_function(
             logits=logits_TE,
             topk=config.top_k,
@@ -322,7 +322,7 @@ class TransformerEngineKernels:
         """Fused with the weighted sum."""
         return self._te.moe_unpermute(inp=y_RD, row_id_map=order, merging_probs=weights_TK, map_type="index")
 
-    def losses(
+    def cross_entropy(
         self,
         logits_CV: Tensor,
         labels_C: Tensor,
@@ -335,7 +335,7 @@ class TransformerEngineKernels:
     ) -> tuple[Tensor, Tensor | None]:
         """Fused, where every rank has as much of the vocabulary as any other, and a gradient is wanted."""
         if vocab_size % group.size or not has_gradient:  # the same on all ranks: their collectives must meet
-            return self._reference.losses(
+            return self._reference.cross_entropy(
                 logits_CV,
                 labels_C,
                 valid_C,
@@ -357,7 +357,7 @@ class TransformerEngineKernels:
             (grad_1CV,) = torch.autograd.grad(losses_1C.sum(), logits_1CV)
         return losses_1C.detach().view(-1), grad_1CV.squeeze(0)
 
-    def computing(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """Products in FP8, if a recipe is asked for."""
         if self._recipe is None:
             return nullcontext()

@@ -83,7 +83,7 @@ def add_product_(total_OI: Tensor, grad_RO: Tensor, x_RI: Tensor) -> None:
         total_OI.add_(grad_RO.T @ x_RI)
 
 
-def deliver(
+def accumulate_or_defer(
     weight: Tensor,
     queue: WeightGradientQueue | None,
     *,
@@ -131,7 +131,7 @@ class _Linear(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return x_grad, None, None
         grad_RO, x_RI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        left = deliver(
+        left = accumulate_or_defer(
             weight_OI, ctx.queue, add=lambda main: add_product_(main, grad_RO, x_RI), whole=lambda: grad_RO.T @ x_RI
         )
         return x_grad, left, None
@@ -150,7 +150,7 @@ class _GroupedLinear(torch.autograd.Function):
         x_grad = grouped_linear(grad_RO, weight_EOI.transpose(1, 2), counts_E) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return x_grad, None, None, None
-        left = deliver(
+        left = accumulate_or_defer(
             weight_EOI,
             ctx.queue,
             add=lambda main: add_grouped_product_(main, grad_RO, x_RI, counts_E),

@@ -48,33 +48,33 @@ class TransformerBlock(nn.Module):
         config: ModelConfig,
         layer: int,
         splits: ModelParallelGroups = NO_MODEL_PARALLEL,
-        computation: LayerContext = DEFAULT_CONTEXT,
+        context: LayerContext = DEFAULT_CONTEXT,
     ) -> None:
         super().__init__()
         hidden, tensor = config.hidden_size, splits.tensor
-        self._tensor, self._recompute = tensor, computation.recompute
-        self.attention_norm = computation.kernels.norm(hidden, eps=config.norm_eps, tensor=tensor)
+        self._tensor, self._recompute = tensor, context.recompute
+        self.attention_norm = context.kernels.norm(hidden, eps=config.norm_eps, tensor=tensor)
         self.attention = Attention(
             hidden_size=hidden,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             norm_eps=config.norm_eps if config.qk_norm else None,
             tensor=tensor,
-            computation=computation,
+            context=context,
         )
-        self.mlp_norm = computation.kernels.norm(hidden, eps=config.norm_eps, tensor=tensor)
+        self.mlp_norm = context.kernels.norm(hidden, eps=config.norm_eps, tensor=tensor)
         self._is_moe = is_moe_layer(config, layer)
         self.mlp: nn.Module = (
-            MoE(config.moe, hidden_size=hidden, tensor=tensor, expert=splits.expert, computation=computation)
+            MoE(config.moe, hidden_size=hidden, tensor=tensor, expert=splits.expert, context=context)
             if self._is_moe
-            else SwiGLU(
-                hidden_size=hidden, ffn_hidden_size=config.ffn_hidden_size, tensor=tensor, computation=computation
-            )
+            else SwiGLU(hidden_size=hidden, ffn_hidden_size=config.ffn_hidden_size, tensor=tensor, context=context)
         )
 
-    def forward(self, x_BSD: Tensor, rotary: RotaryTables, mask_BS: Tensor | None, within: Any) -> Tensor:
+    def forward(self, x_BSD: Tensor, rotary: RotaryTables, mask_BS: Tensor | None, attn_mask: Any) -> Tensor:
         """[B, S, D] to [B, S, D]; a mixture of experts needs to know which tokens are valid, attention documents."""
-        x_BSD = x_BSD + self._on_normed(x_BSD, self.attention_norm, lambda y_BSD: self.attention(y_BSD, rotary, within))
+        x_BSD = x_BSD + self._on_normed(
+            x_BSD, self.attention_norm, lambda y_BSD: self.attention(y_BSD, rotary, attn_mask)
+        )
         if self._is_moe:
             return x_BSD + self.mlp(self.mlp_norm(x_BSD), mask_BS)
         return x_BSD + self._on_normed(x_BSD, self.mlp_norm, self.mlp)
@@ -101,26 +101,24 @@ class DecoderStage(nn.Module):
         config: ModelConfig,
         layers: range,
         splits: ModelParallelGroups = NO_MODEL_PARALLEL,
-        computation: LayerContext = DEFAULT_CONTEXT,
+        context: LayerContext = DEFAULT_CONTEXT,
     ) -> None:
         super().__init__()
-        self._computation = computation
+        self._context = context
         is_first, is_last = layers.start == 0, layers.stop == config.num_layers
         tied = config.tie_embeddings and is_last
         self._vocab_size, self._tensor = config.vocab_size, splits.tensor
         self.embedding = (
             Embedding(config.vocab_size, config.hidden_size, tensor=splits.tensor) if is_first or tied else None
         )
-        self.layers = nn.ModuleDict(
-            {str(layer): TransformerBlock(config, layer, splits, computation) for layer in layers}
-        )
+        self.layers = nn.ModuleDict({str(layer): TransformerBlock(config, layer, splits, context) for layer in layers})
         self.rotary = RotaryTables(
             seq_length=config.seq_length,
             head_size=config.hidden_size // config.num_heads,
             theta=config.rope_theta,
         )
         self.final_norm = (
-            computation.kernels.norm(config.hidden_size, eps=config.norm_eps, tensor=splits.tensor) if is_last else None
+            context.kernels.norm(config.hidden_size, eps=config.norm_eps, tensor=splits.tensor) if is_last else None
         )
         self.head = Linear(config.hidden_size, splits.tensor.share(config.vocab_size)) if is_last else None
         if tied:
@@ -141,12 +139,12 @@ class DecoderStage(nn.Module):
         if self._is_first:
             x_BSD = self.embedding(microbatch.tokens_BS)
         mask_BS = None if microbatch is None else microbatch.mask_BS
-        kernels = self._computation.kernels
+        kernels = self._context.kernels
         documents_BS = None if microbatch is None else microbatch.documents_BS
-        within = None if documents_BS is None else kernels.within(documents_BS, dtype=x_BSD.dtype)
-        with kernels.computing():
+        attn_mask = None if documents_BS is None else kernels.build_document_mask(documents_BS, dtype=x_BSD.dtype)
+        with kernels.autocast():
             for layer in self.layers.values():
-                x_BSD = self._computation.recompute.layer(layer, x_BSD, self.rotary, mask_BS, within)
+                x_BSD = self._context.recompute.layer(layer, x_BSD, self.rotary, mask_BS, attn_mask)
         if not self._is_last:
             return x_BSD
         return head_loss(
@@ -155,7 +153,7 @@ class DecoderStage(nn.Module):
             microbatch.labels_BS,
             microbatch.mask_BS,
             vocab_size=self._vocab_size,
-            computation=self._computation,
+            context=self._context,
             tensor=self._tensor,
         )
 

@@ -27,7 +27,7 @@ class Attention(nn.Module):
         num_kv_heads: int,
         norm_eps: float | None = None,
         tensor: TensorParallel = NO_TENSOR_PARALLEL,
-        computation: LayerContext = DEFAULT_CONTEXT,
+        context: LayerContext = DEFAULT_CONTEXT,
     ) -> None:
         """Build the layer.
 
@@ -36,10 +36,10 @@ class Attention(nn.Module):
             num_heads, num_kv_heads: H and G of the whole layer.
             norm_eps: of the norms of queries and keys, whose weights [K] all heads share; None for no such norms.
             tensor: the ranks among which heads are split.
-            computation: how it is computed.
+            context: how it is computed.
         """
         super().__init__()
-        self._head_size, kernels = hidden_size // num_heads, computation.kernels
+        self._head_size, kernels = hidden_size // num_heads, context.kernels
         heads, kv_heads = tensor.share(num_heads), tensor.share(num_kv_heads)
         self.query = kernels.linear(hidden_size, self._head_size * heads)
         self.key = kernels.linear(hidden_size, self._head_size * kv_heads)
@@ -58,17 +58,17 @@ class Attention(nn.Module):
         x_BSHK = x_BSX.unflatten(-1, (-1, self._head_size))
         return x_BSHK if norm is None else norm(x_BSHK)
 
-    def forward(self, x_BSD: Tensor, rotary: RotaryTables, within: Any = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rotary: RotaryTables, attn_mask: Any = None) -> Tensor:
         """Attend.
 
         Args:
             x_BSD: [B, S, D] of the whole sequence.
             rotary: of positions; only their distances matter, so documents need not begin at 0.
-            within: documents, as the backend made it; None for the whole sequence.
+            attn_mask: documents, as the backend made it; None for the whole sequence.
 
         Returns:
             [B, S, D], or S / size under sequence parallelism.
         """
         query_BSHK = rotary.rotate(self._heads(self.query(x_BSD), self.query_norm))
         key_BSGK = rotary.rotate(self._heads(self.key(x_BSD), self.key_norm))
-        return self.output(self.core(query_BSHK, key_BSGK, self._heads(self.value(x_BSD)), within))
+        return self.output(self.core(query_BSHK, key_BSGK, self._heads(self.value(x_BSD)), attn_mask))

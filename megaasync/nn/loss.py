@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from megaasync.config.parallel_dims import local_range
 from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.kernels.backend import Kernels
-from megaasync.kernels.weight_gradients import add_product_, deliver
+from megaasync.kernels.weight_gradients import accumulate_or_defer, add_product_
 from megaasync.nn.layer_context import DEFAULT_CONTEXT, LayerContext
 from megaasync.nn.precision import at_least_float32
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
@@ -58,7 +58,7 @@ class _HeadLoss(torch.autograd.Function):
             x_grad_TD, weight_grad_VD = torch.empty_like(x_TD), torch.zeros_like(weight_VD, dtype=exact)
         for start in range(0, len(x_TD), split.chunk_tokens):
             part = slice(start, start + split.chunk_tokens)
-            losses_C, grad_CV = split.kernels.losses(
+            losses_C, grad_CV = split.kernels.cross_entropy(
                 F.linear(x_TD[part], weight_VD).to(exact),
                 labels_T[part],
                 valid_T[part],
@@ -80,7 +80,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001 - torch's signature
         (x_grad_TD, weight_grad_VD), weight_VD = ctx.saved_tensors, ctx.weight
-        left = deliver(
+        left = accumulate_or_defer(
             weight_VD,
             None,
             add=lambda main: main.addcmul_(weight_grad_VD, grad.to(main.dtype)),
@@ -96,7 +96,7 @@ def head_loss(
     mask_BS: Tensor,
     *,
     vocab_size: int,
-    computation: LayerContext = DEFAULT_CONTEXT,
+    context: LayerContext = DEFAULT_CONTEXT,
     tensor: TensorParallel = NO_TENSOR_PARALLEL,
 ) -> Tensor:
     """Sum of the losses of the tokens under the mask, in nats.
@@ -116,6 +116,6 @@ def head_loss(
     x_TD = x_BSD.flatten(0, 1)
     group = tensor.group if tensor.size > 1 else ALONE
     start = local_range(vocab_size, index=group.index, count=group.size).start
-    chunk = computation.loss_chunk_tokens or len(x_TD)
-    split = _Vocabulary(vocab_size, group, start, chunk, torch.is_grad_enabled(), computation.kernels)
+    chunk = context.loss_chunk_tokens or len(x_TD)
+    split = _Vocabulary(vocab_size, group, start, chunk, torch.is_grad_enabled(), context.kernels)
     return _HeadLoss.apply(x_TD, weight_VD, labels_BS.flatten(), mask_BS.flatten(), split)

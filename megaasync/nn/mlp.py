@@ -16,10 +16,10 @@ class SwiGLU(nn.Module):
         hidden_size: int,
         ffn_hidden_size: int,
         tensor: TensorParallel = NO_TENSOR_PARALLEL,
-        computation: LayerContext = DEFAULT_CONTEXT,
+        context: LayerContext = DEFAULT_CONTEXT,
     ) -> None:
         super().__init__()
-        self._recompute, kernels = computation.recompute, computation.kernels
+        self._recompute, kernels = context.recompute, context.kernels
         width = tensor.share(ffn_hidden_size)
         self.gate = kernels.linear(hidden_size, width)
         self.up = kernels.linear(hidden_size, width)

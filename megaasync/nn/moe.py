@@ -19,10 +19,10 @@ class Experts(nn.Module):
     """E SwiGLU feed-forwards: gate and up [E, F, D], down [E, D, F]."""
 
     def __init__(
-        self, *, num_experts: int, hidden_size: int, ffn_hidden_size: int, computation: LayerContext = DEFAULT_CONTEXT
+        self, *, num_experts: int, hidden_size: int, ffn_hidden_size: int, context: LayerContext = DEFAULT_CONTEXT
     ) -> None:
         super().__init__()
-        self._recompute, self._kernels = computation.recompute, computation.kernels
+        self._recompute, self._kernels = context.recompute, context.kernels
         kernels = self._kernels
         self.gate_proj, self.up_proj = (
             kernels.expert_linear(num_experts, hidden_size, ffn_hidden_size) for _ in range(2)
@@ -68,23 +68,23 @@ class MoE(nn.Module):
         hidden_size: int,
         tensor: TensorParallel = NO_TENSOR_PARALLEL,
         expert: RankGroup = ALONE,
-        computation: LayerContext = DEFAULT_CONTEXT,
+        context: LayerContext = DEFAULT_CONTEXT,
     ) -> None:
         super().__init__()
-        self._tensor, self._recompute, self._kernels = tensor, computation.recompute, computation.kernels
-        self.router = Router(config, hidden_size=hidden_size, tensor=tensor, kernels=computation.kernels)
+        self._tensor, self._recompute, self._kernels = tensor, context.recompute, context.kernels
+        self.router = Router(config, hidden_size=hidden_size, tensor=tensor, kernels=context.kernels)
         self.experts = Experts(
             num_experts=config.num_experts // expert.size,
             hidden_size=hidden_size,
             ffn_hidden_size=config.ffn_hidden_size,
-            computation=computation,
+            context=context,
         )
         self.shared = (
             SwiGLU(
                 hidden_size=hidden_size,
                 ffn_hidden_size=config.num_shared_experts * config.ffn_hidden_size,
                 tensor=tensor,
-                computation=computation,
+                context=context,
             )
             if config.num_shared_experts
             else None
@@ -93,7 +93,7 @@ class MoE(nn.Module):
             num_experts=config.num_experts,
             capacity_factor=config.capacity_factor,
             group=expert,
-            kernels=computation.kernels,
+            kernels=context.kernels,
         )
 
     def forward(self, x_BSD: Tensor, mask_BS: Tensor) -> Tensor:

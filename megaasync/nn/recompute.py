@@ -69,11 +69,11 @@ class Recompute:
         if self.mode != "selective" or not torch.is_grad_enabled():
             yield
             return
-        place, is_outermost = self.place_of(tensor), not self._recipes
+        place, is_outermost = self.storage_key(tensor), not self._recipes
         self._recipes[place] = RecomputeHandle(make)
         try:
             if is_outermost:
-                with torch.autograd.graph.saved_tensors_hooks(self.keep, self.bring):
+                with torch.autograd.graph.saved_tensors_hooks(self.pack_hook, self.unpack_hook):
                     yield
             else:
                 yield
@@ -81,17 +81,17 @@ class Recompute:
             del self._recipes[place]
 
     @staticmethod
-    def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    def storage_key(tensor: Tensor) -> tuple[Any, ...]:
         """What a contiguous tensor and its views in the same order have in common."""
         return tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.is_contiguous()
 
-    def keep(self, tensor: Tensor) -> Any:
+    def pack_hook(self, tensor: Tensor) -> Any:
         """A hook of autograd: what is kept of a tensor that is saved."""
-        recipe = self._recipes.get(self.place_of(tensor)) if tensor.numel() and tensor.is_contiguous() else None
+        recipe = self._recipes.get(self.storage_key(tensor)) if tensor.numel() and tensor.is_contiguous() else None
         return tensor if recipe is None else (recipe.expect(), tensor.shape)
 
     @staticmethod
-    def bring(kept: Any) -> Tensor:
+    def unpack_hook(kept: Any) -> Tensor:
         """The hook's reverse."""
         if isinstance(kept, Tensor):
             return kept

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from megaasync.config.schema import MoeConfig
 from megaasync.kernels.backend import Kernels
-from megaasync.kernels.weight_gradients import add_product_, deliver
+from megaasync.kernels.weight_gradients import accumulate_or_defer, add_product_
 from megaasync.nn.precision import at_least_float32
 from megaasync.nn.tensor_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from megaasync.nn.torch_kernels import TORCH_KERNELS
@@ -67,7 +67,7 @@ class _ExactLinear(torch.autograd.Function):
     def backward(ctx, grad_BSE: Tensor) -> tuple[Tensor, Tensor | None]:  # noqa: ANN001 - torch's signature
         (x_BSD,), weight_ED = ctx.saved_tensors, ctx.weight
         grad_TE, x_TD = grad_BSE.flatten(0, 1), x_BSD.flatten(0, 1).to(grad_BSE.dtype)
-        left = deliver(
+        left = accumulate_or_defer(
             weight_ED,
             None,
             add=lambda main: add_product_(main, grad_TE, x_TD),
@@ -115,7 +115,7 @@ class Router(nn.Module):
         """
         config = self._config
         logits_BSE = _ExactLinear.apply(x_BSD, self.weight)
-        weights_TK, experts_TK = self._kernels.choose(logits_BSE.flatten(0, 1), self.bias_E, config)
+        weights_TK, experts_TK = self._kernels.topk_routing(logits_BSE.flatten(0, 1), self.bias_E, config)
         valid_BS = self._tensor.own_tokens(mask_BS)
         counts_E = count_choices(experts_TK, valid_BS.flatten(), config.num_experts)
         losses_3 = None

@@ -65,7 +65,7 @@ class TorchKernels:
         """torch's choice of a fused kernel."""
         return CausalAttention()
 
-    def within(self, documents_BS: Tensor, *, dtype: torch.dtype) -> Tensor:
+    def build_document_mask(self, documents_BS: Tensor, *, dtype: torch.dtype) -> Tensor:
         """[B, 1, S, S] added to scores: 0 in the same document and not later, else -inf. All layers keep one copy."""
         allowed_BSS = (documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1)).tril_()
         added_BSS = torch.full(allowed_BSS.shape, -torch.inf, dtype=dtype, device=allowed_BSS.device)
@@ -75,7 +75,7 @@ class TorchKernels:
         """A grouped matmul."""
         return _ExpertLinear()
 
-    def choose(self, logits_TE: Tensor, bias_E: Tensor, config: RouterConfig) -> tuple[Tensor, Tensor]:
+    def topk_routing(self, logits_TE: Tensor, bias_E: Tensor, config: RouterConfig) -> tuple[Tensor, Tensor]:
         """Scores, top-k by scores and bias, weights by scores alone (arXiv 2408.15664)."""
         scores_TE = logits_TE.softmax(dim=-1) if config.score_function == "softmax" else logits_TE.sigmoid()
         experts_TK = (scores_TE.detach() + bias_E).topk(config.top_k, dim=-1).indices
@@ -96,7 +96,7 @@ class TorchKernels:
         """Another one, and the sum."""
         return sum_of_copies(y_RD, order, weights_TK)
 
-    def losses(
+    def cross_entropy(
         self,
         logits_CV: Tensor,
         labels_C: Tensor,
@@ -127,7 +127,7 @@ class TorchKernels:
         logits_CV.mul_((valid_C / sums_2C[0]).unsqueeze(-1))
         return losses_C, logits_CV.scatter_add_(1, column_C1, -here_C.to(logits_CV.dtype).unsqueeze(-1))
 
-    def computing(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """Nothing is set."""
         return nullcontext()
 

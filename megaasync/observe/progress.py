@@ -80,7 +80,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def say(self, line: str) -> None:
+    def notify(self, line: str) -> None:
         """A line that stays."""
         self._console.print(line, markup=False)
 
@@ -88,7 +88,7 @@ class Progress:
         """A train row updates the line; a validation row stays."""
         if row["kind"] == "val":
             extra = f"  (at x: {row['loss_x']:.4f})" if "loss_x" in row else ""
-            self.say(f"step {row['step']}/{self._steps}  validation loss {row['loss']:.4f}{extra}")
+            self.notify(f"step {row['step']}/{self._steps}  validation loss {row['loss']:.4f}{extra}")
             return
         if self._first_step == 0:
             self._began, self._first_step = monotonic(), row["step"]
@@ -107,7 +107,7 @@ class Progress:
         if self._live is not None:
             self._live.update(Text(render_live_line(row, **figures), no_wrap=True, overflow="ellipsis"))
         else:
-            self.say(render_line(row, **figures))
+            self.notify(render_line(row, **figures))
         if is_due:
             self._tokens = self._seconds = 0.0
             self._rows = 0

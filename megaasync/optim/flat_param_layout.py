@@ -1,12 +1,12 @@
 """Where each parameter lies in one flat buffer, and which part of it each rank steps.
 
-Parameters whose gradients are summed over the same ranks share a bucket. A bucket is as many shares as there are such
-ranks: each share of its gradient is summed on the rank that steps it (ZeRO-1, arXiv 1910.02054), and the new weights
-are gathered. Elementwise rules take any cut, so their shares are equal; a matrix lies whole in one share, so that Muon
-sees it whole, and the shares are filled so that every rank has about the same Newton-Schulz work. A stack of experts
+Parameters whose gradients are summed over the same ranks share a bucket. A bucket is as many shards as there are such
+ranks: each shard of its gradient is summed on the rank that steps it (ZeRO-1, arXiv 1910.02054), and the new weights
+are gathered. Elementwise rules take any cut, so their shards are equal; a matrix lies whole in one shard, so that Muon
+sees it whole, and the shards are filled so that every rank has about the same Newton-Schulz work. A stack of experts
 may be cut between two.
 
-Within a share, parameters of one rule and decay lie together, and matrices of equal shape as a stack that one batched
+Within a shard, parameters of one rule and decay lie together, and matrices of equal shape as a stack that one batched
 Newton-Schulz takes: a step is a few kernels and not a Python loop over tensors.
 """
 
@@ -53,12 +53,12 @@ class MatrixOwners:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A run of this rank's share of a bucket that one rule takes at once.
+class ParamGroup:
+    """A contiguous range of this rank's shard of a bucket that one rule steps at once.
 
     Attributes:
         start, end: elements in the flat buffer.
-        shard_offset: where it begins in buffers that hold this rank's shares only.
+        shard_offset: where it begins in buffers that hold this rank's shards only.
         matrix_shape: (rows, cols) of the stacked matrices, or None for a flat run of elements.
         owners: if the matrices are parts of matrices split over tensor-parallel ranks.
     """
@@ -78,13 +78,13 @@ class Run:
         """[n, rows, cols] or [n], as the rule wants it, of a buffer of all local parameters."""
         return self._shaped(flat[self.start : self.end])
 
-    def view_shard(self, owned: Tensor) -> Tensor:
-        """The same of a buffer of this rank's shares."""
-        return self._shaped(owned[self.shard_offset : self.shard_offset + self.end - self.start])
+    def view_shard(self, shard: Tensor) -> Tensor:
+        """The same of a buffer of this rank's shards."""
+        return self._shaped(shard[self.shard_offset : self.shard_offset + self.end - self.start])
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of what this rank's rule steps: of a split matrix, the whole ones that are at home here."""
+        """Shape of what this rank's rule steps: of a split matrix, the whole ones that are owned here."""
         if self.owners is not None:
             return (self.owners.counts[self.owners.index], *self.owners.whole_shape(self.matrix_shape))
         length = self.end - self.start
@@ -103,27 +103,27 @@ class Bucket:
 
     Attributes:
         axes: along which gradients are summed.
-        shares: each rank's place in the flat buffer, without gaps between them.
+        shards: each rank's place in the flat buffer, without gaps between them.
         index: of this rank.
-        shard_offset: where the share begins in buffers that hold this rank's shares only.
+        shard_offset: where the shard begins in buffers that hold this rank's shards only.
         copies: ranks that hold the same summed gradient without sharing it out among them.
     """
 
     axes: tuple[str, ...]
-    shares: tuple[slice, ...]
+    shards: tuple[slice, ...]
     index: int
     shard_offset: int
     copies: int
 
     @property
-    def owned(self) -> slice:
-        """This rank's share."""
-        return self.shares[self.index]
+    def local_shard(self) -> slice:
+        """This rank's shard."""
+        return self.shards[self.index]
 
     @property
     def size(self) -> int:
-        """Elements of all shares."""
-        return self.shares[-1].stop - self.shares[0].start
+        """Elements of all shards."""
+        return self.shards[-1].stop - self.shards[0].start
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +152,9 @@ class FlatParamLayout:
     Attributes:
         names: parameters in the order they were given.
         size: elements of a buffer of all local parameters, padding included.
-        shard_size: elements of a buffer of this rank's shares.
+        shard_size: elements of a buffer of this rank's shards.
         buckets: what is reduced and gathered together.
-        runs: this rank's shares, cut by rule, decay and matrix shape.
+        groups: this rank's shards, cut by rule, decay and matrix shape.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class FlatParamLayout:
         shardings: Mapping[str, Sharding] | None = None,
         dims: ParallelDims | None = None,
         rank: int = 0,
-        alone: Collection[str] = (),
+        dedicated_buckets: Collection[str] = (),
     ) -> None:
         """A layout.
 
@@ -175,7 +175,7 @@ class FlatParamLayout:
             shardings: how they lie over the ranks; None for a single rank.
             dims: sizes of the axes; None for a single rank.
             rank: this one.
-            alone: parameters that get a bucket of their own.
+            dedicated_buckets: parameters that get a bucket of their own.
         """
         self.names = tuple(shapes)
         self._shapes, self._routes = dict(shapes), routes
@@ -184,16 +184,16 @@ class FlatParamLayout:
         self._starts: dict[str, int] = {}
         self.size = self.shard_size = 0
         buckets: list[Bucket] = []
-        runs: list[Run] = []
+        groups: list[ParamGroup] = []
         members: dict[tuple, list[str]] = {}
         for name in self.names:
             sharding, is_matrix = self._shardings[name], routes[name].is_matrix_rule
             axes, copies_over = map(self._dims.effective, (sharding.reduced_over, sharding.copies_over))
             is_stack = is_matrix and len(shapes[name]) == 3  # stacks can be cut, so they stay apart
-            own = name if name in alone else None
+            own = name if name in dedicated_buckets else None
             members.setdefault((axes, copies_over, is_matrix, is_stack, own), []).append(name)
         self._dedicated_buckets: dict[str, Bucket] = {}
-        self._loads: dict[tuple[str, ...], list[int]] = {}  # Newton-Schulz work of each share so far, by axes
+        self._loads: dict[tuple[str, ...], list[int]] = {}  # Newton-Schulz work of each shard so far, by axes
         # stacks first: what they leave uneven, whole matrices can make up for
         for (axes, copies_over, is_matrix, _, own), names in sorted(members.items(), key=lambda one: not one[0][3]):
             loads = self._loads.setdefault(axes, [0] * self._dims.size(axes))
@@ -201,23 +201,23 @@ class FlatParamLayout:
             index = self._dims.index(rank, axes)
             lengths, found = place(names, loads, index)
             ends = list(itertools.accumulate(lengths, initial=self.size))
-            shares = tuple(slice(start, end) for start, end in itertools.pairwise(ends))
-            bucket = Bucket(axes, shares, index, self.shard_size, self._dims.size(copies_over))
+            shards = tuple(slice(start, end) for start, end in itertools.pairwise(ends))
+            bucket = Bucket(axes, shards, index, self.shard_size, self._dims.size(copies_over))
             buckets.append(bucket)
             if own is not None:
                 self._dedicated_buckets[own] = bucket
-            runs += found
+            groups += found
             self.size, self.shard_size = _aligned(ends[-1]), _aligned(self.shard_size + lengths[index])
-        self.buckets, self.runs = tuple(buckets), tuple(runs)
+        self.buckets, self.groups = tuple(buckets), tuple(groups)
 
-    def _run(self, key: tuple, start: int, end: int, *, share_start: int) -> Run:
+    def _run(self, key: tuple, start: int, end: int, *, shard_start: int) -> ParamGroup:
         rule, weight_decay, matrix_shape, owners = key
-        return Run(rule, weight_decay, start, end, self.shard_size + start - share_start, matrix_shape, owners)
+        return ParamGroup(rule, weight_decay, start, end, self.shard_size + start - shard_start, matrix_shape, owners)
 
-    def _place_elements(self, names: list[str], loads: list[int], index: int) -> tuple[list[int], list[Run]]:
-        """Put parameters of elementwise rules one after another; shares are equal and cut anywhere.
+    def _place_elements(self, names: list[str], loads: list[int], index: int) -> tuple[list[int], list[ParamGroup]]:
+        """Put parameters of elementwise rules one after another; shards are equal and cut anywhere.
 
-        Returns, as the other two do, the lengths of the shares and the runs of this rank's.
+        Returns, as the other two do, the lengths of the shards and the runs of this rank's.
         """
         groups: dict[tuple, list[str]] = {}
         for name in names:
@@ -231,15 +231,15 @@ class FlatParamLayout:
                 at += math.prod(self._shapes[name])
             ends.append((key, start, at))
             at = _aligned(at)
-        num_shares = len(loads)
-        share = _aligned(-(-(at - self.size) // num_shares))
-        first = self.size + index * share
+        num_shards = len(loads)
+        shard = _aligned(-(-(at - self.size) // num_shards))
+        first = self.size + index * shard
         runs = [
-            self._run(key, max(start, first), min(end, first + share), share_start=first)
+            self._run(key, max(start, first), min(end, first + shard), shard_start=first)
             for key, start, end in ends
-            if max(start, first) < min(end, first + share)
+            if max(start, first) < min(end, first + shard)
         ]
-        return [share] * num_shares, runs
+        return [shard] * num_shards, runs
 
     def _matrix(self, name: str) -> _Matrix:
         shape = self._shapes[name]
@@ -252,47 +252,48 @@ class FlatParamLayout:
         cost = math.prod(shape[:-2]) * max(whole) * min(whole) ** 2
         return _Matrix(name, math.prod(shape), (rows, cols), sharding.dim if is_split else None, cost)
 
-    def _place_matrices(self, names: list[str], loads: list[int], index: int) -> tuple[list[int], list[Run]]:
-        """Deal matrices and stacks of them to shares by their cost, and those split over tensor ranks to owners."""
+    def _place_matrices(self, names: list[str], loads: list[int], index: int) -> tuple[list[int], list[ParamGroup]]:
+        """Assign matrices and stacks of them to shards by cost, and those split over tensor ranks to owner ranks."""
         matrices = [self._matrix(name) for name in names]
         are_stacks = all(len(self._shapes[name]) == 3 for name in names)  # [E, rows, cols]
         if are_stacks and len({tuple(sorted(one.shape)) for one in matrices}) == 1:
             return self._place_evenly(matrices, loads, index)
-        num_shares = len(loads)
-        owners = assign_balanced([matrix.cost for matrix in matrices], loads)
+        shard_of = assign_balanced([matrix.cost for matrix in matrices], loads)
         used: list[int] = []
-        plans: list[list[tuple[tuple, int, int]]] = []  # per share: key, start and end within it
+        plans: list[list[tuple[tuple, int, int]]] = []  # per shard: key, start and end within it
         offsets: dict[str, tuple[int, int]] = {}
-        for owner in range(num_shares):
-            mine = [matrix for matrix, o in zip(matrices, owners, strict=True) if o == owner]
+        for shard in range(len(loads)):
+            mine = [matrix for matrix, its_shard in zip(matrices, shard_of, strict=True) if its_shard == shard]
             owners = assign_balanced([m.cost if m.dim is not None else 0 for m in mine], [0] * self._dims.tensor)
             groups: dict[tuple, list[tuple[int, _Matrix]]] = {}
-            for matrix, home in zip(mine, owners, strict=True):
+            for matrix, owner in zip(mine, owners, strict=True):
                 route = self._routes[matrix.name]
                 key = (route.rule, route.weight_decay, matrix.shape, matrix.dim)
-                groups.setdefault(key, []).append((home, matrix))
+                groups.setdefault(key, []).append((owner, matrix))
             at, plan = 0, []
             for (rule, decay, shape, dim), group in groups.items():
                 start = at
                 for _, matrix in group:
-                    offsets[matrix.name] = owner, at
+                    offsets[matrix.name] = shard, at
                     at += matrix.size
-                # of equal matrices it does not matter which one goes to which home, only how many
-                counts = tuple(sum(home == one for home, _ in group) for one in range(self._dims.tensor))
+                # of equal matrices it does not matter which one goes to which owner, only how many
+                counts = tuple(sum(owner == rank for owner, _ in group) for rank in range(self._dims.tensor))
                 here = self._dims.coordinate(self._rank, "tensor")
                 plan.append(((rule, decay, shape, None if dim is None else MatrixOwners(dim, counts, here)), start, at))
                 at = _aligned(at)
             used.append(at)
             plans.append(plan)
         firsts = list(itertools.accumulate(used, initial=self.size))
-        for name, (owner, offset) in offsets.items():
-            self._starts[name] = firsts[owner] + offset
+        for name, (shard, offset) in offsets.items():
+            self._starts[name] = firsts[shard] + offset
         first = firsts[index]
-        runs = [self._run(key, first + start, first + end, share_start=first) for key, start, end in plans[index]]
+        runs = [self._run(key, first + start, first + end, shard_start=first) for key, start, end in plans[index]]
         return used, runs
 
-    def _place_evenly(self, matrices: list[_Matrix], loads: list[int], index: int) -> tuple[list[int], list[Run]]:
-        """Put matrices of one size, as experts are, one after another: shares are cut between any two of them."""
+    def _place_evenly(
+        self, matrices: list[_Matrix], loads: list[int], index: int
+    ) -> tuple[list[int], list[ParamGroup]]:
+        """Put matrices of one size, as experts are, one after another: shards are cut between any two of them."""
         groups: dict[tuple, list[_Matrix]] = {}
         for matrix in matrices:
             route = self._routes[matrix.name]
@@ -311,7 +312,7 @@ class FlatParamLayout:
                 self._starts[matrix.name] = at
                 at += matrix.size
             if max(start, first) < min(at, end):
-                runs.append(self._run(key, max(start, first), min(at, end), share_start=first))
+                runs.append(self._run(key, max(start, first), min(at, end), shard_start=first))
         return lengths, runs
 
     def place_of(self, name: str) -> slice:
@@ -334,25 +335,25 @@ class FlatParamLayout:
         That is a part of a run; of matrices that are split, all of a run, because their exchange is one.
         """
         most = 0
-        for run in self.runs:
+        for group in self.groups:
             part = max(
-                (math.prod(run.state_shape[1:]) * (one.stop - one.start) for one in iter_chunks(run.state_shape)),
+                (math.prod(group.state_shape[1:]) * (one.stop - one.start) for one in iter_chunks(group.state_shape)),
                 default=0,
             )
-            whole = 0 if run.owners is None else 3 * (run.end - run.start)
+            whole = 0 if group.owners is None else 3 * (group.end - group.start)
             most = max(most, 5 * part + whole)
         return most
 
-    def gather_shard(self, owned: Tensor, flat: Tensor) -> None:
-        """Fill a buffer of this rank's shares from one of all local parameters."""
+    def gather_shard(self, shard: Tensor, flat: Tensor) -> None:
+        """Fill a buffer of this rank's shards from one of all local parameters."""
         for bucket in self.buckets:
-            self._owned_view(owned, bucket).copy_(flat[bucket.owned])
+            self._shard_view(shard, bucket).copy_(flat[bucket.local_shard])
 
-    def scatter_shard(self, owned: Tensor, flat: Tensor) -> None:
-        """Put this rank's shares into their places in a buffer of all local parameters."""
+    def scatter_shard(self, shard: Tensor, flat: Tensor) -> None:
+        """Put this rank's shards into their places in a buffer of all local parameters."""
         for bucket in self.buckets:
-            flat[bucket.owned].copy_(self._owned_view(owned, bucket))
+            flat[bucket.local_shard].copy_(self._shard_view(shard, bucket))
 
     @staticmethod
-    def _owned_view(owned: Tensor, bucket: Bucket) -> Tensor:
-        return owned[bucket.shard_offset : bucket.shard_offset + bucket.owned.stop - bucket.owned.start]
+    def _shard_view(shard: Tensor, bucket: Bucket) -> Tensor:
+        return shard[bucket.shard_offset : bucket.shard_offset + bucket.local_shard.stop - bucket.local_shard.start]

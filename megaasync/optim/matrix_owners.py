@@ -1,6 +1,6 @@
-"""Matrices that are split over tensor-parallel ranks: whole at one home rank for their update, and back.
+"""Matrices that are split over tensor-parallel ranks: whole at one owner rank for their update, and back.
 
-Every matrix is orthogonalised whole and once (OPTIMIZERS.md section 4, "TP home"), with the same numbers as on one
+Every matrix is orthogonalised whole and once with the same numbers as on one
 rank. Ranks without a matrix take part in the exchange all the same.
 """
 
@@ -11,7 +11,7 @@ from megaasync.optim.flat_param_layout import MatrixOwners
 
 
 def gather_to_owner(parts: Tensor, owners: MatrixOwners, group: RankGroup) -> Tensor:
-    """Parts [n, rows, cols] of n matrices on each rank to the whole matrices that are at home here."""
+    """Parts [n, rows, cols] of n matrices on each rank to the whole matrices that are owned here."""
     ranks, mine = len(owners.counts), owners.counts[owners.index]
     received = parts.new_empty(ranks * mine, *parts.shape[1:])
     group.all_to_all(received, parts, received_sizes=[mine] * ranks, sent_sizes=list(owners.counts))
@@ -20,7 +20,7 @@ def gather_to_owner(parts: Tensor, owners: MatrixOwners, group: RankGroup) -> Te
 
 
 def scatter_from_owner(whole: Tensor, owners: MatrixOwners, group: RankGroup) -> Tensor:
-    """The reverse of `gather_to_owner`: [n at home here, whole rows, whole cols] to this rank's parts of all n."""
+    """The reverse of `gather_to_owner`: [n owned here, whole rows, whole cols] to this rank's parts of all n."""
     ranks, mine = len(owners.counts), owners.counts[owners.index]
     parts = whole.unflatten(1 + owners.dim, (ranks, -1)).movedim(1 + owners.dim, 0).flatten(0, 1).contiguous()
     received = parts.new_empty(sum(owners.counts), *parts.shape[1:])

@@ -1,4 +1,4 @@
-"""What ranks that hold the same parameters do together: sum gradients, each into the share that it steps, and gather.
+"""What ranks that hold the same parameters do together: sum gradients, each into the shard that it steps, and gather.
 
 Once per batch, on the whole sum: a microbatch costs no communication.
 """
@@ -31,19 +31,19 @@ class ShardedReducer:
         self._groups = groups or {bucket.axes: ALONE for bucket in layout.buckets}
 
     def reduce(self, gradient: Tensor) -> None:
-        """Sum a flat gradient over the ranks, in place: each rank's shares are then valid, the rest is not."""
+        """Sum a flat gradient over the ranks, in place: each rank's shards are then valid, the rest is not."""
         for bucket in self._layout.buckets:
-            self._groups[bucket.axes].reduce_shards(gradient, bucket.shares)
+            self._groups[bucket.axes].reduce_shards(gradient, bucket.shards)
 
     def gather(self, weights: Tensor) -> None:
         """Fill flat weights, of which each rank has written its shares, from the others'."""
         for bucket in self._layout.buckets:
-            self._groups[bucket.axes].gather_shards(weights, bucket.shares)
+            self._groups[bucket.axes].gather_shards(weights, bucket.shards)
 
     def squares(self, gradient: Tensor, *, without: Bucket | None = None) -> Tensor:
         """Scalar float64: this rank's part of the sum of squares of a reduced gradient; all parts together are it."""
         total = torch.zeros((), dtype=torch.float64, device=gradient.device)
         for bucket in self._layout.buckets:
             if bucket is not without:
-                total += sum_of_squares(gradient[bucket.owned]) / bucket.copies
+                total += sum_of_squares(gradient[bucket.local_shard]) / bucket.copies
         return total

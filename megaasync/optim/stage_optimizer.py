@@ -13,14 +13,14 @@ from torch import Tensor
 from megaasync.config.schema import ConfigError
 from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.optim.delay_compensation import DelayCompensation
-from megaasync.optim.flat_param_layout import CACHED_SCRATCH, SCRATCH, FlatParamLayout, Run, iter_chunks
+from megaasync.optim.flat_param_layout import CACHED_SCRATCH, SCRATCH, FlatParamLayout, ParamGroup, iter_chunks
 from megaasync.optim.matrix_owners import gather_to_owner, scatter_from_owner
 from megaasync.optim.torch_optimizer import TorchOptimizer
 from megaasync.optim.update_rule import State
 
 
 class StageOptimizer:
-    """Master weights z and rule states of one rank's shares of a stage.
+    """Master weights z and rule states of one rank's shards of a stage.
 
     Attributes:
         layout: where each parameter lies.
@@ -59,13 +59,15 @@ class StageOptimizer:
         self.master = torch.zeros(layout.shard_size, dtype=dtype, device=device)
         layout.gather_shard(self.master, flat)
         del flat
-        if any(run.owners and isinstance(run.rule, TorchOptimizer) and run.rule.sees_weights for run in layout.runs):
+        if any(run.owners and isinstance(run.rule, TorchOptimizer) and run.rule.sees_weights for run in layout.groups):
             raise ConfigError(
                 "optimizer.name=torch: the step of this class depends on the weights, which are not brought together "
                 "for it; set parallel.tensor=1 or take another class"
             )
-        self.states = [run.rule.init(self.master.new_empty(run.state_shape)) for run in layout.runs]
-        self.memories = [compensation.init(run.view_shard(self.master)) if compensation else {} for run in layout.runs]
+        self.states = [run.rule.init(self.master.new_empty(run.state_shape)) for run in layout.groups]
+        self.memories = [
+            compensation.init(run.view_shard(self.master)) if compensation else {} for run in layout.groups
+        ]
         self._learning_rate = learning_rate
         self.num_updates = self.num_skipped = 0
 
@@ -85,19 +87,19 @@ class StageOptimizer:
         current_weights: Tensor | None = None,
         stale_weights: Tensor | None = None,
     ) -> None:
-        """Absorb one gradient and write this rank's shares of the next version of the compute weights.
+        """Absorb one gradient and write this rank's shards of the next version of the compute weights.
 
         Args:
-            gradient: [layout.size] sum over the batch, valid in this rank's shares; scaled in place there.
+            gradient: [layout.size] sum over the batch, valid in this rank's shards; scaled in place there.
             scale: makes it the clipped mean.
-            publish: [layout.size] in the compute dtype; receives x in this rank's shares.
+            publish: [layout.size] in the compute dtype; receives x in this rank's shards.
             lookahead_steps: updates that x looks ahead of z: 0 without a correction, the delay under error feedback.
             current_weights, stale_weights: [layout.size] newest weights, and those that the gradient was taken at,
                 which may lie where `publish` does; for the compensation, if there is one.
         """
         lr = self._learning_rate(self.num_updates)
         self.num_updates += 1
-        for run, state, memory in zip(self.layout.runs, self.states, self.memories, strict=True):
+        for run, state, memory in zip(self.layout.groups, self.states, self.memories, strict=True):
             grad = run.view(gradient).mul_(scale)
             if self._compensation is not None:
                 self._compensate(grad, memory, now=run.view(current_weights), then=run.view(stale_weights))
@@ -116,7 +118,7 @@ class StageOptimizer:
         """Leave a gradient out: the next version is z, as an update of zero would have it."""
         self.num_updates += 1
         self.num_skipped += 1
-        for run in self.layout.runs:
+        for run in self.layout.groups:
             run.view(publish).copy_(run.view_shard(self.master))
 
     def _compensate(self, grad: Tensor, memory: State, *, now: Tensor, then: Tensor) -> None:
@@ -125,7 +127,14 @@ class StageOptimizer:
             self._compensation.apply_(grad[part], its_memory, now=now[part], then=then[part])
 
     def _direction(
-        self, run: Run, grad: Tensor, state: State, part: slice, *, weights: Tensor | None = None, lr: float = 0.0
+        self,
+        run: ParamGroup,
+        grad: Tensor,
+        state: State,
+        part: slice,
+        *,
+        weights: Tensor | None = None,
+        lr: float = 0.0,
     ) -> Tensor:
         its_state = {name: tensor[part] for name, tensor in state.items()}
         count = self.num_updates - self.num_skipped
@@ -135,7 +144,7 @@ class StageOptimizer:
             return run.rule.direction(grad, its_state, count=count, weights=weights, lr=lr)
         return run.rule.direction(grad, its_state, count=count)
 
-    def _direction_on_owner(self, run: Run, grad: Tensor, state: State) -> Tensor:
+    def _direction_on_owner(self, run: ParamGroup, grad: Tensor, state: State) -> Tensor:
         """Directions of parts of matrices, each computed for the whole matrix on one rank."""
         whole = gather_to_owner(grad, run.owners, self._tensor)
         for part in iter_chunks(whole.shape, self._scratch):
@@ -143,7 +152,7 @@ class StageOptimizer:
         return scatter_from_owner(whole, run.owners, self._tensor)
 
     @staticmethod
-    def _move(run: Run, z: Tensor, x: Tensor, update: Tensor, *, lr: float, lookahead_steps: int) -> None:
+    def _move(run: ParamGroup, z: Tensor, x: Tensor, update: Tensor, *, lr: float, lookahead_steps: int) -> None:
         """Make a direction the update, subtract it from z, and write x."""
         if run.weight_decay:
             update.add_(z, alpha=run.weight_decay)

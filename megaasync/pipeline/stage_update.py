@@ -58,7 +58,7 @@ class StageUpdate:
 
     @property
     def master(self) -> Tensor:
-        """[layout.shard_size] z, this rank's shares."""
+        """[layout.shard_size] z, this rank's shards."""
         return self.optimizer.master
 
     def reduce(self, step: int) -> None:
@@ -72,8 +72,8 @@ class StageUpdate:
         self._replicas.all_reduce(terms)
 
     def tied_gradient(self, step: int) -> Tensor:
-        """This rank's share of the embedding's gradient sum, on a stage that shares it; written in place."""
-        return self.gradients.sum_of(step)[self._tied.owned]
+        """This rank's shard of the embedding's gradient sum, on a stage that shares it; written in place."""
+        return self.gradients.sum_of(step)[self._tied.local_shard]
 
     def routing_stats(self, step: int) -> Tensor | None:
         """As `ExpertBalance.figures`, on one rank of those that run this stage; None elsewhere."""
@@ -143,7 +143,7 @@ class StageUpdate:
         self._kept = None
 
     def gather_version(self, version: int) -> None:
-        """Make the slot of a version whole from all ranks' shares, after a load."""
+        """Make the slot of a version whole from all ranks' shards, after a load."""
         self._data_parallel.gather(self.versions.flat(version))
 
     def whole_master(self) -> Tensor:
@@ -154,5 +154,5 @@ class StageUpdate:
         return flat
 
     def has_finite_master(self) -> Tensor:
-        """Scalar bool: this rank's shares of z hold numbers only."""
+        """Scalar bool: this rank's shards of z hold numbers only."""
         return torch.isfinite(self.master).all()

@@ -2,7 +2,7 @@
 
 from megaasync.schedules.action import COMPUTE_OPS, Action, Op, parse_action
 from megaasync.schedules.catalog import SCHEDULES, ScheduleKind, build_schedule
-from megaasync.schedules.metrics import BufferCounts, ScheduleMetrics, buffer_counts, report
+from megaasync.schedules.metrics import BufferCounts, ScheduleMetrics, buffer_counts, schedule_metrics
 from megaasync.schedules.phases import Phase, make_phases
 from megaasync.schedules.render import color_of, legend_of, render_svg, render_text
 from megaasync.schedules.rules import check, check_table, show_with_arrow
@@ -35,7 +35,7 @@ __all__ = [
     "parse_action",
     "render_svg",
     "render_text",
-    "report",
+    "schedule_metrics",
     "show_with_arrow",
     "simulate",
     "unroll",

@@ -13,7 +13,7 @@ from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
 
 
 def pipedream_2bw(
-    *, num_ranks: int, num_microbatches: int, chunks: int = 1, extra_in_flight: int = 0
+    *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1, extra_in_flight: int = 0
 ) -> PipelineSchedule:
     """PipeDream-2BW (arXiv 2006.09503): 1F1B without a flush, two weight versions, constant delay 1; bubble 0.
 
@@ -32,7 +32,9 @@ def pipedream_2bw(
     return _stream("2bw", num_ranks, num_microbatches, delays=[1] * num_ranks, extra=extra_in_flight)
 
 
-def pipedream(*, num_ranks: int, num_microbatches: int, chunks: int = 1, extra_in_flight: int = 0) -> PipelineSchedule:
+def pipedream(
+    *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1, extra_in_flight: int = 0
+) -> PipelineSchedule:
     """PipeDream with weight stashing (arXiv 1806.03377): one update per microbatch, delay P-1-s, P-s versions.
 
     Each stage clips by its own norm: with the global one, a fresh last stage would wait for stage 0 (METHOD.md
@@ -80,7 +82,7 @@ def _stream(
     return round_robin_schedule(
         name,
         num_ranks=num_ranks,
-        chunks=1,
+        virtual_stages=1,
         num_microbatches=num_microbatches,
         delay=delays,
         steady=steady,
@@ -91,12 +93,12 @@ def _stream(
 
 
 def _check_depth(
-    name: str, ahead: int, most: int, *, bound: str, num_ranks: int, num_microbatches: int, chunks: int = 1
+    name: str, ahead: int, most: int, *, bound: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 1
 ) -> None:
     """Refuse forwards so far ahead that they need a weight version whose gradient is not finished yet."""
     if ahead > most:
-        needed = -(-ahead // chunks)
-        if chunks > 1:
+        needed = -(-ahead // virtual_stages)
+        if virtual_stages > 1:
             needed = -(-needed // num_ranks) * num_ranks
         raise ScheduleError(
             f"{name} needs m >= {bound} = {needed} microbatches per step for P = {num_ranks}, but m = "
@@ -107,7 +109,7 @@ def _check_depth(
 
 
 def interleaved_2bw(
-    *, num_ranks: int, num_microbatches: int, chunks: int = 2, extra_in_flight: int = 0
+    *, num_ranks: int, num_microbatches: int, virtual_stages: int = 2, extra_in_flight: int = 0
 ) -> PipelineSchedule:
     """The interleaved order without a flush, two weight versions, constant delay 1; bubble 0.
 
@@ -118,15 +120,20 @@ def interleaved_2bw(
 
     Example:
         >>> from megaasync.schedules import render_text
-        >>> print(render_text(interleaved_2bw(num_ranks=2, num_microbatches=2, chunks=2), num_steps=2))
+        >>> print(render_text(interleaved_2bw(num_ranks=2, num_microbatches=2, virtual_stages=2), num_steps=2))
         rank 0 |F0a  F0b  F0a' F0b' .    .    B0a' ---  F1a  B0b' ---  F1b  B0a  ---  F1a' B0b  ---  F1b' B1a' ---  .    B1b' ---  B1a  ---  B1b  ---
         rank 1 |.    F0a  F0b  F0a' B0a' ---  F0b' B0b' ---  F1a  B0a  ---  F1b  B0b  ---  F1a' B1a' ---  F1b' B1b' ---  B1a  ---  B1b  ---
     """  # noqa: E501 - the picture
     check_extra("interleaved_2bw", num_ranks=num_ranks, extra_in_flight=extra_in_flight)
     fills, steady, limits = [], [], []
     for rank in range(num_ranks):
-        size = {"rank": rank, "num_ranks": num_ranks, "chunks": chunks, "num_microbatches": num_microbatches}
-        ahead = (chunks - 1) * num_ranks + (1 + extra_in_flight) * (num_ranks - 1 - rank)
+        size = {
+            "rank": rank,
+            "num_ranks": num_ranks,
+            "virtual_stages": virtual_stages,
+            "num_microbatches": num_microbatches,
+        }
+        ahead = (virtual_stages - 1) * num_ranks + (1 + extra_in_flight) * (num_ranks - 1 - rank)
         forwards, backwards = chunked("interleaved_2bw", Op.F, **size), chunked("interleaved_2bw", Op.B, **size)
         _check_depth(
             "interleaved_2bw",
@@ -135,25 +142,27 @@ def interleaved_2bw(
             bound="the multiple of P at or above ((v - 1)P + (1 + e)(P - 1)) / v",
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
-            chunks=chunks,
+            virtual_stages=virtual_stages,
         )
         fill, step = steady_one_f_one_b_order(forwards, backwards, ahead=ahead)
         fills.append(tuple(fill))
-        steady.append(append_reduce(step, range(rank, num_ranks * chunks, num_ranks)))
+        steady.append(append_reduce(step, range(rank, num_ranks * virtual_stages, num_ranks)))
         limits.append(ahead + 1)
     return round_robin_schedule(
         "interleaved_2bw",
         num_ranks=num_ranks,
-        chunks=chunks,
+        virtual_stages=virtual_stages,
         num_microbatches=num_microbatches,
-        delay=(1,) * (num_ranks * chunks),
+        delay=(1,) * (num_ranks * virtual_stages),
         steady=steady,
         in_flight=limits,
         fill=fills,
     )
 
 
-def wpipe(*, num_ranks: int, num_microbatches: int, chunks: int = 2, extra_in_flight: int = 0) -> PipelineSchedule:
+def wpipe(
+    *, num_ranks: int, num_microbatches: int, virtual_stages: int = 2, extra_in_flight: int = 0
+) -> PipelineSchedule:
     """WPipe (ICLR 2022), our reading: the model's first half (group 0, chunk 0) has delay 1, the second half delay 0.
 
     The published order was not available to us. Here each rank holds one stage of each group. In the window of step t
@@ -180,7 +189,7 @@ def wpipe(*, num_ranks: int, num_microbatches: int, chunks: int = 2, extra_in_fl
     return round_robin_schedule(
         "wpipe",
         num_ranks=num_ranks,
-        chunks=2,
+        virtual_stages=2,
         num_microbatches=num_microbatches,
         delay=(1,) * num_ranks + (0,) * num_ranks,
         steady=steady,

@@ -16,15 +16,15 @@ class ScheduleKind:
     """One schedule.
 
     Attributes:
-        build: (num_ranks, num_microbatches, chunks, extra_in_flight) to the tables.
-        chunks: (fewest, most) stages per rank; the fewest is the default.
+        build: (num_ranks, num_microbatches, virtual_stages, extra_in_flight) to the tables.
+        virtual_stages: (fewest, most) stages per rank; the fewest is the default.
         takes_extra_in_flight: whether forwards beyond the minimum are defined for it.
         has_delay: whether any stage runs behind.
         synchronous: for one with delay, the schedule of equal placement that its synchronous phases use.
     """
 
     build: Callable[..., PipelineSchedule]
-    chunks: tuple[int, int] = (1, 1)
+    virtual_stages: tuple[int, int] = (1, 1)
     takes_extra_in_flight: bool = False
     has_delay: bool = False
     synchronous: str | None = None
@@ -52,7 +52,7 @@ def build_schedule(
     *,
     num_ranks: int,
     num_microbatches: int,
-    chunks: int | None = None,
+    virtual_stages: int | None = None,
     extra_in_flight: int = 0,
     tied: bool = False,
     start_step: int = 0,
@@ -64,7 +64,7 @@ def build_schedule(
         name: a key of SCHEDULES.
         num_ranks: P.
         num_microbatches: per step, m.
-        chunks: stages per rank; None takes the fewest that the schedule is defined for.
+        virtual_stages: stages per rank; None takes the fewest that the schedule is defined for.
         extra_in_flight: rounds of forwards ahead beyond the minimum.
         tied: the first and the last stage share their embedding.
         start_step: step at which the phase begins that this schedule is used in.
@@ -74,16 +74,21 @@ def build_schedule(
         ScheduleError: the schedule is not defined for these sizes, or a delay is shorter than its order needs.
     """
     kind = SCHEDULES[name]
-    fewest, most = kind.chunks
-    chunks = fewest if chunks is None else chunks
-    if not fewest <= chunks <= most:
+    fewest, most = kind.virtual_stages
+    virtual_stages = fewest if virtual_stages is None else virtual_stages
+    if not fewest <= virtual_stages <= most:
         allowed = f"{fewest} stage(s)" if fewest == most else f"{fewest} or more stages"
-        raise ScheduleError(f"{name} has {allowed} per rank, not {chunks}", remedy=f"parallel.virtual_stages={fewest}")
+        raise ScheduleError(
+            f"{name} has {allowed} per rank, not {virtual_stages}", remedy=f"parallel.virtual_stages={fewest}"
+        )
     if extra_in_flight and not kind.takes_extra_in_flight:
         takers = ", ".join(key for key, one in SCHEDULES.items() if one.takes_extra_in_flight)
         raise ScheduleError(f"{name} has no extra forwards in flight; {takers} do", remedy="schedule.extra_in_flight=0")
     schedule = kind.build(
-        num_ranks=num_ranks, num_microbatches=num_microbatches, chunks=chunks, extra_in_flight=extra_in_flight
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        virtual_stages=virtual_stages,
+        extra_in_flight=extra_in_flight,
     )
     if tied and schedule.num_stages > 1 and schedule.clip == "stage":
         raise ScheduleError(

@@ -86,7 +86,9 @@ def _period(schedule: PipelineSchedule, costs: Costs, *, overlap: bool, num_step
     return (finished(last) - finished(first)) / (last - first)
 
 
-def report(schedule: PipelineSchedule, *, costs: Costs | None = None, overlap: bool = False) -> ScheduleMetrics:
+def schedule_metrics(
+    schedule: PipelineSchedule, *, costs: Costs | None = None, overlap: bool = False
+) -> ScheduleMetrics:
     """Read the figures of a schedule off a few simulated steps.
 
     The bubble is that of a long run: the time per step between two late steps, against the compute in it.

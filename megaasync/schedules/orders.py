@@ -52,7 +52,9 @@ def append_reduce(order: Iterable[Action], stages: Iterable[int]) -> tuple[Actio
     return tuple(order)
 
 
-def chunked(name: str, op: Op, *, rank: int, num_ranks: int, chunks: int, num_microbatches: int) -> list[Action]:
+def chunked(
+    name: str, op: Op, *, rank: int, num_ranks: int, virtual_stages: int, num_microbatches: int
+) -> list[Action]:
     """The order in which a rank takes its chunks (Megatron-LM's interleaving, arXiv 2104.04473).
 
     Groups of P microbatches pass through chunk 0, 1, ... (backwards: in reverse) before the next group.
@@ -68,7 +70,7 @@ def chunked(name: str, op: Op, *, rank: int, num_ranks: int, chunks: int, num_mi
         )
     order = []
     for first in range(0, num_microbatches, num_ranks):
-        for chunk in range(chunks) if op is Op.F else reversed(range(chunks)):
+        for chunk in range(virtual_stages) if op is Op.F else reversed(range(virtual_stages)):
             order += [Action(op, chunk * num_ranks + rank, 0, first + k) for k in range(num_ranks)]
     return order
 
@@ -95,7 +97,7 @@ def round_robin_schedule(
     name: str,
     *,
     num_ranks: int,
-    chunks: int,
+    virtual_stages: int,
     num_microbatches: int,
     delay: Sequence[int],
     steady: Sequence[tuple[Action, ...]],
@@ -107,9 +109,9 @@ def round_robin_schedule(
     return PipelineSchedule(
         name=name,
         num_ranks=num_ranks,
-        num_stages=num_ranks * chunks,
+        num_stages=num_ranks * virtual_stages,
         num_microbatches=num_microbatches,
-        rank_of_stage=tuple(stage % num_ranks for stage in range(num_ranks * chunks)),
+        rank_of_stage=tuple(stage % num_ranks for stage in range(num_ranks * virtual_stages)),
         delay=tuple(delay),
         fill=((),) * num_ranks if fill is None else tuple(fill),
         steady=tuple(steady),

@@ -21,8 +21,8 @@ def render_text(schedule: PipelineSchedule, *, num_steps: int) -> str:
     apostrophe marks a rank's second stage, and so on.
     """
     spans = simulate(schedule, num_steps=num_steps, costs=Costs(forward=1, backward=2, weight=1))
-    chunks = schedule.num_stages // schedule.num_ranks
-    width = 3 + chunks - 1
+    virtual_stages = schedule.num_stages // schedule.num_ranks
+    width = 3 + virtual_stages - 1
     rows = []
     for rank in range(schedule.num_ranks):
         cells: list[str] = []
@@ -58,8 +58,8 @@ def legend_of(spans: list[Span]) -> str:
     shades = ["light = forward (F)"]
     shades += ["dark = backward (B)"] if Op.B in ops else []
     shades += ["middle = input gradient (I)", "dark = weight gradient (W)"] if Op.W in ops else []
-    chunks = {span.action.stage for span in spans if span.action.op in COMPUTE_OPS}
-    shades += ["pale = the rank's later stages"] if len(chunks) > len({span.rank for span in spans}) else []
+    virtual_stages = {span.action.stage for span in spans if span.action.op in COMPUTE_OPS}
+    shades += ["pale = the rank's later stages"] if len(virtual_stages) > len({span.rank for span in spans}) else []
     shades += ["grey = norm and optimizer step"] if Op.STEP in {s.action.op for s in spans if s.end > s.start} else []
     shades += (
         ["the strip below a rank runs in the background"]

@@ -5,7 +5,9 @@ from megaasync.schedules.orders import append_reduce, check_extra, chunked, one_
 from megaasync.schedules.schedule import PipelineSchedule
 
 
-def gpipe(*, num_ranks: int, num_microbatches: int, chunks: int = 1, extra_in_flight: int = 0) -> PipelineSchedule:
+def gpipe(
+    *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1, extra_in_flight: int = 0
+) -> PipelineSchedule:
     """GPipe (arXiv 1811.06965): all forwards, then all backwards; bubble (P-1)/(m+P-1), m activations.
 
     Example:
@@ -19,7 +21,7 @@ def gpipe(*, num_ranks: int, num_microbatches: int, chunks: int = 1, extra_in_fl
 
 
 def one_f_one_b(
-    *, num_ranks: int, num_microbatches: int, chunks: int = 1, extra_in_flight: int = 0
+    *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1, extra_in_flight: int = 0
 ) -> PipelineSchedule:
     """1F1B (arXiv 1806.03377, 2104.04473) with a flush every step; bubble (P-1)/(m+P-1), P - s activations.
 
@@ -42,7 +44,7 @@ def _one_chunk(name: str, num_ranks: int, num_microbatches: int, *, aheads: list
     return round_robin_schedule(
         name,
         num_ranks=num_ranks,
-        chunks=1,
+        virtual_stages=1,
         num_microbatches=num_microbatches,
         delay=(0,) * num_ranks,
         steady=steady,
@@ -51,7 +53,7 @@ def _one_chunk(name: str, num_ranks: int, num_microbatches: int, *, aheads: list
 
 
 def interleaved_1f1b(
-    *, num_ranks: int, num_microbatches: int, chunks: int = 2, extra_in_flight: int = 0
+    *, num_ranks: int, num_microbatches: int, virtual_stages: int = 2, extra_in_flight: int = 0
 ) -> PipelineSchedule:
     """Interleaved 1F1B (arXiv 2104.04473): v chunks per rank, stage s on rank s mod P; bubble (P-1)/(vm+P-1).
 
@@ -60,28 +62,34 @@ def interleaved_1f1b(
 
     Example:
         >>> from megaasync.schedules import render_text
-        >>> print(render_text(interleaved_1f1b(num_ranks=2, num_microbatches=2, chunks=2), num_steps=1))
+        >>> print(render_text(interleaved_1f1b(num_ranks=2, num_microbatches=2, virtual_stages=2), num_steps=1))
         rank 0 |F0a  F0b  F0a' F0b' .    .    B0a' ---  .    B0b' ---  B0a  ---  B0b  ---
         rank 1 |.    F0a  F0b  F0a' B0a' ---  F0b' B0b' ---  B0a  ---  B0b  ---
     """
     check_extra("interleaved_1f1b", num_ranks=num_ranks, extra_in_flight=extra_in_flight)
     steady, limits = [], []
     for rank in range(num_ranks):
-        size = {"rank": rank, "num_ranks": num_ranks, "chunks": chunks, "num_microbatches": num_microbatches}
+        size = {
+            "rank": rank,
+            "num_ranks": num_ranks,
+            "virtual_stages": virtual_stages,
+            "num_microbatches": num_microbatches,
+        }
         ahead = min(
-            (chunks - 1) * num_ranks + (1 + extra_in_flight) * (num_ranks - 1 - rank), chunks * num_microbatches
+            (virtual_stages - 1) * num_ranks + (1 + extra_in_flight) * (num_ranks - 1 - rank),
+            virtual_stages * num_microbatches,
         )
         order = one_f_one_b_order(
             chunked("interleaved_1f1b", Op.F, **size), chunked("interleaved_1f1b", Op.B, **size), ahead=ahead
         )
-        steady.append(append_reduce(order, range(rank, num_ranks * chunks, num_ranks)))
-        limits.append(min(ahead + 1, chunks * num_microbatches))
+        steady.append(append_reduce(order, range(rank, num_ranks * virtual_stages, num_ranks)))
+        limits.append(min(ahead + 1, virtual_stages * num_microbatches))
     return round_robin_schedule(
         "interleaved_1f1b",
         num_ranks=num_ranks,
-        chunks=chunks,
+        virtual_stages=virtual_stages,
         num_microbatches=num_microbatches,
-        delay=(0,) * (num_ranks * chunks),
+        delay=(0,) * (num_ranks * virtual_stages),
         steady=steady,
         in_flight=limits,
     )

@@ -9,7 +9,9 @@ from megaasync.schedules.orders import append_reduce, round_robin_schedule
 from megaasync.schedules.schedule import PipelineSchedule
 
 
-def zb_h1(*, num_ranks: int, num_microbatches: int, chunks: int = 1, extra_in_flight: int = 0) -> PipelineSchedule:
+def zb_h1(
+    *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1, extra_in_flight: int = 0
+) -> PipelineSchedule:
     """ZB-H1: the order of 1F1B, W of stage s lagging s microbatches behind I; P activations on every stage.
 
     For m >= P and I >= W the bubble is (P-1)(F+I-W) / (m(F+I+W) + (P-1)(F+I-W)).
@@ -37,7 +39,7 @@ def zb_h1(*, num_ranks: int, num_microbatches: int, chunks: int = 1, extra_in_fl
     return round_robin_schedule(
         "zb_h1",
         num_ranks=num_ranks,
-        chunks=1,
+        virtual_stages=1,
         num_microbatches=num_microbatches,
         delay=(0,) * num_ranks,
         steady=steady,
@@ -45,7 +47,9 @@ def zb_h1(*, num_ranks: int, num_microbatches: int, chunks: int = 1, extra_in_fl
     )
 
 
-def zbv(*, num_ranks: int, num_microbatches: int, chunks: int = 2, extra_in_flight: int = 0) -> PipelineSchedule:
+def zbv(
+    *, num_ranks: int, num_microbatches: int, virtual_stages: int = 2, extra_in_flight: int = 0
+) -> PipelineSchedule:
     """ZBV: two chunks per rank in a V, so that the first and the last stage are on rank 0; 2P half activations.
 
     The order is the better of two greedy ones. With F = I = W the bubble comes within a few units of

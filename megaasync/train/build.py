@@ -44,12 +44,12 @@ class CheckpointFiles:
     Attributes:
         root: folder of the run's own.
         resume: the one to go on from, or None.
-        say: tells the user, on rank 0.
+        notify: tells the user, on rank 0.
     """
 
     root: Path
     resume: Path | None
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
 
 
 def step_policy(config: Config, *, num_stages: int) -> StepPolicy:
@@ -132,7 +132,7 @@ def _checkpoints(
             keep=config.checkpoint.keep,
             is_async=config.checkpoint.async_save,
             group=group,
-            say=files.say,
+            notify=files.notify,
         )
     return CheckpointManager(config, writer=writer, states=states, runner=runner, group=group, data=data)
 
@@ -177,7 +177,7 @@ def build_trainer(
         groups.all,
         device=device,
         splits_backward=schedule.splits_backward,
-        say=files.say if files is not None else lambda line: None,
+        notify=files.notify if files is not None else lambda line: None,
     )
     learning_rate = learning_rate_of(config)
     stages = [

@@ -10,20 +10,20 @@ from torch import distributed as dist
 
 from megaasync.checkpoint.compatibility import check_settings
 from megaasync.checkpoint.paths import folder_name, latest, quarantine, read_meta, wrong_files
-from megaasync.checkpoint.restore import Position, describe, entries_at, restore
+from megaasync.checkpoint.restore import ResumePoint, build_metadata, entries_at, restore
 from megaasync.checkpoint.stage_state import StageState
 from megaasync.checkpoint.writer import AsyncCheckpointWriter
 from megaasync.config.plain import in_current_form, to_plain
 from megaasync.config.schema import Config, ConfigError
 from megaasync.data.identity import Identity
-from megaasync.distributed.agreement import gathered
+from megaasync.distributed.agreement import all_gather_object
 from megaasync.optim.lr_schedule import LearningRate, LrShape
 from megaasync.pipeline.step_runner import StepRunner
 from megaasync.schedules import Phase
 
 
 def sound_checkpoint(
-    path: Path, folder: Path, *, falls_back: bool, rank: int, world_size: int, say: Callable[[str], None]
+    path: Path, folder: Path, *, falls_back: bool, rank: int, world_size: int, notify: Callable[[str], None]
 ) -> Path:
     """A checkpoint whose checksums are right: `path`, or the newest older one of the run.
 
@@ -34,7 +34,7 @@ def sound_checkpoint(
         folder: the run folder.
         falls_back: take an older one in the place of a damaged one, which is renamed.
         rank, world_size: of this process.
-        say: tells the user, on rank 0.
+        notify: tells the user, on rank 0.
 
     Raises:
         ConfigError: on every rank: it is damaged, and no other is to be taken or there is none.
@@ -52,7 +52,7 @@ def sound_checkpoint(
             aside = quarantine(path, "damaged")
             older = latest(folder / "checkpoints")
             if older is not None:
-                say(f"WARNING: {words}; it was renamed to {aside.name}, and the run goes on from {older.path}")
+                notify(f"WARNING: {words}; it was renamed to {aside.name}, and the run goes on from {older.path}")
         older = _told_by_all(older and older.path, world_size)[0]
         if older is None:
             raise ConfigError(
@@ -100,7 +100,7 @@ class CheckpointManager:
         self._config, self._writer = config, writer
         self._states, self._runner, self._group = states, runner, group
         self._compensates = config.correction.name == "taylor"
-        self.position: Position | None = None
+        self.position: ResumePoint | None = None
 
     def resume(self, path: Path, phases: tuple[Phase, ...], *, learning_rate: LearningRate) -> None:
         """Load a checkpoint into the stages, and remember where to go on.
@@ -145,7 +145,7 @@ class CheckpointManager:
         Raises:
             ConfigError: the first rank's problem.
         """
-        if first := next((one for one in gathered(problem, self._group) if one), None):
+        if first := next((one for one in all_gather_object(problem, self._group) if one), None):
             raise ConfigError(first)
 
     @property
@@ -169,7 +169,7 @@ class CheckpointManager:
 
     def save(self, step: int, phase: Phase, *, tokens: int, train_loss: float | None) -> None:
         """Begin a checkpoint after `step` steps, if it `is_due`; the pipeline is empty."""
-        meta, own = describe(
+        meta, own = build_metadata(
             step, tokens=tokens, train_loss=train_loss, phase=phase, states=self._states, runner=self._runner
         )
         made = {

@@ -56,7 +56,7 @@ def _expert_bytes(config: Config, layers: range, *, compute: int) -> int:
 def _home_elements(layout: FlatParamLayout) -> int:
     """Of one rank: parts of matrices on their way to be whole, and directions on their way back."""
     count = 0
-    for run in layout.runs:
+    for run in layout.groups:
         if run.owners is not None:
             count += run.end - run.start + math.prod(run.state_shape)
     return count
@@ -102,7 +102,7 @@ def step_volumes(
             for bucket in layout.buckets:
                 if dims.size(bucket.axes) > 1:
                     volumes["gradients"] += bucket.size * exact
-                    volumes["weights"] += (bucket.owned.stop - bucket.owned.start) * compute
+                    volumes["weights"] += (bucket.local_shard.stop - bucket.local_shard.start) * compute
             volumes["whole matrices"] += _home_elements(layout) * exact
     if dims.world_size > 1:
         terms = StepStats.length(num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
@@ -112,5 +112,5 @@ def step_volumes(
     if schedule.is_tied and owners[0] != owners[-1]:
         for layout in itertools.chain(layouts[0], layouts[-1]):
             bucket = layout.bucket_of(TIED_PARAMETER)
-            volumes["tied"] += (bucket.owned.stop - bucket.owned.start) * exact
+            volumes["tied"] += (bucket.local_shard.stop - bucket.local_shard.start) * exact
     return volumes

@@ -73,9 +73,9 @@ class RunOutput:
     def __enter__(self) -> "RunOutput":
         return self
 
-    def say(self, line: str) -> None:
+    def notify(self, line: str) -> None:
         """Tell the user."""
-        self._progress.say(line)
+        self._progress.notify(line)
 
     def begin(self, *, has_validation: bool, step: int, checkpoint: Path | None, kernels: str) -> None:
         """Training is about to begin, from `step` on: everything that a wrong config or file can stop is passed."""
@@ -96,13 +96,13 @@ class RunOutput:
             }
         )
         self._progress.__enter__()
-        self._progress.say(summarise_plan(self._plan))
+        self._progress.notify(summarise_plan(self._plan))
         if kernels != "torch":
-            self._progress.say(f"kernels    {kernels}")
+            self._progress.notify(f"kernels    {kernels}")
         if checkpoint is not None:
-            self._progress.say(f"goes on after step {step} from {checkpoint}")
+            self._progress.notify(f"goes on after step {step} from {checkpoint}")
         if not has_validation:
-            self._progress.say(
+            self._progress.notify(
                 "no validation: the held-out data has fewer than model.seq_length + 1 tokens; more data or a larger "
                 "data.validation_fraction gives some"
             )
@@ -128,7 +128,7 @@ class RunOutput:
             self._tracker.log(row)
             if self._tracker.problem and not self._is_tracker_lost:
                 self._is_tracker_lost = True
-                self._progress.say(f"wandb: {self._tracker.problem}; training goes on, metrics.jsonl has every row")
+                self._progress.notify(f"wandb: {self._tracker.problem}; training goes on, metrics.jsonl has every row")
         self._progress.show(row)
         if row["kind"] == "train":
             self._look_for_spike(row)
@@ -139,7 +139,7 @@ class RunOutput:
             median, above = found
             spike = {"kind": "spike", "step": row["step"], "loss": row["loss"], "median": median, "above": above}
             self._metrics.write(spike)
-            self._progress.say(
+            self._progress.notify(
                 f"step {row['step']}: loss spike, {row['loss']:.4f} is {above:.1f} standard deviations above the "
                 f"median {median:.4f} of the batches before; its gradient norm is {row['grad_norm']:.3g}"
             )
@@ -154,7 +154,7 @@ class RunOutput:
         write_json(self._folder / "summary.json", summary)
         if outcome.requeue and outcome.status == "interrupted":  # there is progress on disk to go on from
             (self._folder / REQUEUE).touch()
-        self._progress.say(
+        self._progress.notify(
             f"{outcome.status} after {outcome.steps} steps: validation loss {show(outcome.val_loss)}, "
             f"{show(outcome.tokens_per_second)} tokens/s, bubble {show(summary['bubble_measured'])} measured, "
             f"{show(summary['bubble_planned'])} planned\nreport: {self._folder / 'report.html'}"

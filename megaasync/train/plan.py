@@ -24,7 +24,7 @@ from megaasync.schedules import (
     ScheduleError,
     ScheduleMetrics,
     build_schedule,
-    report,
+    schedule_metrics,
 )
 from megaasync.train.communication import step_volumes
 from megaasync.train.plan_text import size_text
@@ -61,10 +61,10 @@ def hop_advice(config: Config) -> list[dict[str, float]]:
                 schedule.name,
                 num_ranks=parallel.pipeline,
                 num_microbatches=config.num_microbatches,
-                chunks=parallel.virtual_stages,
+                virtual_stages=parallel.virtual_stages,
                 extra_in_flight=extra,
             )
-            figures = report(table, costs=Costs(hop=_HOP))
+            figures = schedule_metrics(table, costs=Costs(hop=_HOP))
             line = {"extra_in_flight": extra, "hop": _HOP, "bubble": figures.bubble}
             advice.append(line | {"most_in_flight": max(figures.activations)})
     return advice
@@ -103,9 +103,9 @@ class _Stage:
 
 
 def _state_elements(layout: FlatParamLayout, config: Config) -> int:
-    of_rules = sum(state_elements(run.rule, run.state_shape) for run in layout.runs)
+    of_rules = sum(state_elements(run.rule, run.state_shape) for run in layout.groups)
     remembers = isinstance(config.correction, Taylor) and config.correction.adaptive
-    return of_rules + sum(run.end - run.start for run in layout.runs if remembers)
+    return of_rules + sum(run.end - run.start for run in layout.groups if remembers)
 
 
 def _make_stage(config: Config, schedule: PipelineSchedule, index: int, activations: ActivationSizes) -> _Stage:
@@ -158,7 +158,7 @@ def _newton_schulz_flops(stage: _Stage, config: Config) -> float:
 
     def of(layout: FlatParamLayout) -> float:
         total = 0.0
-        for run in layout.runs:
+        for run in layout.groups:
             if run.matrix_shape is not None:
                 count, *shape = run.state_shape
                 short, long = min(shape), max(shape)
@@ -242,7 +242,7 @@ def make_plan(config: Config) -> dict[str, Any]:
     model, phases, dims = config.model, phases_of(config), config.parallel_dims
     schedule, needs = main_schedule(phases), buffers_required(phases)
     activations = activation_sizes(config)
-    figures = report(schedule)
+    figures = schedule_metrics(schedule)
     stages, lines, total, active = [], [], 0, 0
     routing: dict[tuple[str, str, float], list[int]] = {}
     counted: set[str] = set()

@@ -32,7 +32,7 @@ _STATE_BYTES = 20  # of a parameter in a checkpoint: z, x, a pending gradient, t
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class NodeReport:
     """What one rank finds on its node.
 
     Attributes:
@@ -59,7 +59,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class Requirements:
     """What every node should have.
 
     Attributes:
@@ -74,7 +74,7 @@ class Needs:
     devices: int | None
 
 
-def mismatched_hosts(facts: Sequence[Facts], name: str, expected: str | None) -> list[str]:
+def mismatched_hosts(facts: Sequence[NodeReport], name: str, expected: str | None) -> list[str]:
     """Problems of hosts whose hash is not the expected one, or not that of most ranks."""
     usual = expected or Counter(getattr(fact, name) for fact in facts).most_common(1)[0][0]
     odd = sorted({fact.host for fact in facts if getattr(fact, name) != usual})
@@ -89,7 +89,7 @@ def mismatched_hosts(facts: Sequence[Facts], name: str, expected: str | None) ->
     return [f"{', '.join(odd)}: {name} hash {found}, not {whose} {usual}; {remedy}"]
 
 
-def problems(facts: Sequence[Facts], needs: Needs) -> list[str]:
+def problems(facts: Sequence[NodeReport], needs: Requirements) -> list[str]:
     """What is wrong, a line each, with the node's name and the remedy; empty if nothing is."""
     found = mismatched_hosts(facts, "code", needs.code) + mismatched_hosts(facts, "config", needs.config)
     seen, now = set(), statistics.median(fact.clock for fact in facts)
@@ -118,9 +118,9 @@ def problems(facts: Sequence[Facts], needs: Needs) -> list[str]:
     return found
 
 
-def describe(facts: Sequence[Facts]) -> list[str]:
+def describe(facts: Sequence[NodeReport]) -> list[str]:
     """A line per node with its bandwidths, slow nodes marked."""
-    hosts: dict[str, list[Facts]] = {}
+    hosts: dict[str, list[NodeReport]] = {}
     for fact in facts:
         hosts.setdefault(fact.host, []).append(fact)
     slowest = {host: min(mine, key=lambda fact: fact.pair) for host, mine in hosts.items()}
@@ -214,7 +214,7 @@ def preflight(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     clock = time.time()
-    mine = Facts(
+    mine = NodeReport(
         environment.rank,
         socket.gethostname(),
         code_hash(Path(__file__).parents[1]),
@@ -234,7 +234,7 @@ def preflight(
     new = max(config.checkpoint.keep + 1 - kept, 1) if config.checkpoint.interval is not None else 0
     parameters = launched.get("total_parameters", 0)
     is_new = not kept  # a run that goes on may do so with mended code; then only the nodes must agree
-    needs = Needs(
+    needs = Requirements(
         launched.get("code_hash") if is_new else None,
         launched.get("config_hash") if is_new else None,
         run_bytes=new * parameters * _STATE_BYTES,

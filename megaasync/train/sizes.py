@@ -106,5 +106,5 @@ class StageSizes:
             shardings=self.shardings,
             dims=self._config.parallel_dims,
             rank=rank,
-            alone=() if self.tied is None else (self.tied,),
+            dedicated_buckets=() if self.tied is None else (self.tied,),
         )

@@ -74,9 +74,9 @@ def build_stage(
     dtype, layout = DTYPES[config.train.dtype], sizes.flat_layout(rank=mesh.rank)
     splits = ModelParallelGroups(TensorParallel(groups.tensor, config.parallel.sequence_parallel), groups.expert)
     recompute = Recompute(config.train.recompute, kernels.checkpoint)
-    computation = LayerContext(kernels, recompute, config.train.loss_chunk_tokens)
+    context = LayerContext(kernels, recompute, config.train.loss_chunk_tokens)
     with _default_dtype(dtype), device:
-        module = DecoderStage(config.model, sizes.layers, splits, computation)
+        module = DecoderStage(config.model, sizes.layers, splits, context)
     initial = _initial_weights(module, config, sizes, rank=mesh.rank)
     optimizer = StageOptimizer(
         layout,
@@ -116,7 +116,7 @@ def build_stage(
 
 
 def agreed_kernels(
-    config: Config, group: RankGroup, *, device: torch.device, splits_backward: bool, say: Callable[[str], None]
+    config: Config, group: RankGroup, *, device: torch.device, splits_backward: bool, notify: Callable[[str], None]
 ) -> Kernels:
     """The backend, the same on all ranks: inside a layer that they share, two would not meet.
 
@@ -127,7 +127,7 @@ def agreed_kernels(
     kernels: Kernels = TORCH_KERNELS
     try:
         kernels = choose_kernels(
-            config, reference=TORCH_KERNELS, device=device, splits_backward=splits_backward, say=say
+            config, reference=TORCH_KERNELS, device=device, splits_backward=splits_backward, notify=notify
         )
     except ConfigError as error:  # the others must hear of it before they wait for this rank
         fault = error

@@ -69,8 +69,8 @@ def _check_same_tokens(prepared: PreparedData, environment: RankEnvironment) -> 
 
 def _is_own_choice(resume: Path, folder: Path, config: Config) -> bool:
     """Whether the run itself chose among its own checkpoints, so that it may choose another."""
-    wish = config.checkpoint.resume
-    is_named = wish not in ("auto", "never") and Path(wish).expanduser().resolve() == resume.resolve()
+    requested = config.checkpoint.resume
+    is_named = requested not in ("auto", "never") and Path(requested).expanduser().resolve() == resume.resolve()
     return not is_named and resume.resolve().parent == (folder / "checkpoints").resolve()
 
 
@@ -115,17 +115,17 @@ def run_rank(
             falls_back=_is_own_choice(resume, folder, config),
             rank=environment.rank,
             world_size=environment.world_size,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            notify=lambda line: print(line, file=sys.stderr, flush=True),
         )
     if environment.rank == 0:  # nothing of the run was touched before it was clear what it goes on from
         rollback_to(folder, 0 if resume is None else read_meta(resume)["step"])
     output = RunOutput(config, folder, data=prepared.identity, began=job.began) if environment.rank == 0 else None
-    say = output.say if output is not None else lambda line: None
-    files = CheckpointFiles(folder / "checkpoints", resume, say)
+    notify = output.notify if output is not None else lambda line: None
+    files = CheckpointFiles(folder / "checkpoints", resume, notify)
     if isinstance(config.cluster, SlurmCluster) and config.cluster.preflight and environment.world_size > 1:
         launched = _as_rank_0_says(_launch_record(folder))
         for line in preflight(environment, config, folder, device, launched=launched):
-            say(line)
+            notify(line)
     with output or nullcontext():
         trainer = build_trainer(
             config,

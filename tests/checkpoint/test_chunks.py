@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megaasync.checkpoint import dcp_io
-from megaasync.checkpoint.chunks import TensorChunks, boxes_of_run
+from megaasync.checkpoint.chunks import TensorChunks, chunks_of_range
 from megaasync.config import ConfigError
 
 
@@ -16,12 +16,12 @@ def test_boxes_are_the_run(shape):
     for start in range(whole.numel() + 1):
         for end in range(start, whole.numel() + 1):
             found = []
-            for offsets, sizes, first in boxes_of_run(shape, start, end):
+            for offsets, sizes, first in chunks_of_range(shape, start, end):
                 box = whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].flatten()
                 assert box[0] == first
                 found += box.tolist()
             assert found == list(range(start, end))
-            assert len(list(boxes_of_run(shape, start, end))) <= 2 * len(shape) - 1
+            assert len(list(chunks_of_range(shape, start, end))) <= 2 * len(shape) - 1
 
 
 def test_a_row_cut_is_read_by_a_column_cut(tmp_path):

@@ -96,7 +96,7 @@ def entries(value=1.0):
 
 def keep(root, steps, number=2):
     said = []
-    one = AsyncCheckpointWriter(root, keep=number, is_async=True, group=None, say=said.append)
+    one = AsyncCheckpointWriter(root, keep=number, is_async=True, group=None, notify=said.append)
     for step in steps:
         one.save(step, entries(), {"step": step}, own={})
     one.wait()
@@ -104,14 +104,14 @@ def keep(root, steps, number=2):
 
 
 def test_what_is_copied_may_change_at_once(tmp_path):
-    one = AsyncCheckpointWriter(tmp_path, keep=2, is_async=True, group=None, say=print)
+    one = AsyncCheckpointWriter(tmp_path, keep=2, is_async=True, group=None, notify=print)
     mine = entries(5.0)
     one.save(3, mine, {"step": 3}, own={})
-    mine["w"].boxes[(0,)].zero_()
+    mine["w"].chunks[(0,)].zero_()
     one.wait()
     read = entries(0.0)
     load(read, tmp_path / "step_00000003", group=None)
-    assert read["w"].boxes[(0,)].tolist() == [5.0] * 3
+    assert read["w"].chunks[(0,)].tolist() == [5.0] * 3
 
 
 def test_the_newest_are_kept_and_strangers_too(tmp_path):
@@ -154,11 +154,11 @@ def test_a_death_while_one_of_the_same_step_is_replaced_loses_none(tmp_path, mon
     else:
         monkeypatch.setattr(type(tmp_path), "rename", lambda path, to: die() if ".writing" in path.name else
                             os.rename(path, to))  # fmt: skip
-    aside = paths.tmp_dir_of(tmp_path, 7)
-    aside.mkdir()
-    (aside / "new").write_text("new")
+    tmp_dir = paths.tmp_dir_of(tmp_path, 7)
+    tmp_dir.mkdir()
+    (tmp_dir / "new").write_text("new")
     with pytest.raises(Killed):
-        paths.finish(aside, tmp_path / "step_00000007", {"new": 0})
+        paths.finish(tmp_dir, tmp_path / "step_00000007", {"new": 0})
     monkeypatch.undo()
     assert paths.latest(tmp_path) is None
     paths.remove_leftovers(tmp_path)

@@ -1,4 +1,4 @@
-"""What SLURM's variables say, in every form they have."""
+"""What SLURM's variables notify, in every form they have."""
 
 import pytest
 

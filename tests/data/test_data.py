@@ -291,9 +291,9 @@ def stdlib(cache):
 
 def test_the_default_corpus_is_split_by_file_and_reused(tmp_path):
     lines = []
-    first = prepare_data(stdlib(tmp_path), vocab_size=600, say=lines.append)
+    first = prepare_data(stdlib(tmp_path), vocab_size=600, notify=lines.append)
     assert any("tokenizer" in line for line in lines)
-    assert prepare_data(stdlib(tmp_path), vocab_size=600, say=lines.append) == first
+    assert prepare_data(stdlib(tmp_path), vocab_size=600, notify=lines.append) == first
     assert sum("training a tokenizer" in line for line in lines) == 1
     keys = [d.key for d in PythonStdlibCorpus().documents() if d.text.strip()]
     held_out = [key for key in keys if is_held_out(key, fraction=0.05)]
@@ -435,7 +435,7 @@ def test_four_processes_build_one_cache(tmp_path):
     code = (
         "import sys; from megaasync.config.schema import PythonStdlibData as D; "
         "from megaasync.data.prepare import prepare_data; "
-        "prepare_data(D('python_stdlib', sys.argv[1], 0.05, 32_000_000), vocab_size=600, say=print)"
+        "prepare_data(D('python_stdlib', sys.argv[1], 0.05, 32_000_000), vocab_size=600, notify=print)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]

@@ -35,10 +35,10 @@ def test_a_file_of_the_same_name_size_and_time_is_another(tmp_path):
     path = tmp_path / "f"
     path.write_bytes(os.urandom(9_000_000))
     said = []
-    before = record_of(path, None, say=said.append)
-    assert record_of(path, before, say=said.append) is before
+    before = record_of(path, None, notify=said.append)
+    assert record_of(path, before, notify=said.append) is before
     keep_time(path, lambda p: p.write_bytes(os.urandom(9_000_000)))
-    after = record_of(path, before, say=said.append)
+    after = record_of(path, before, notify=said.append)
     assert after.sha256 != before.sha256 and (after.size, after.mtime_ns) == (before.size, before.mtime_ns)
 
 
@@ -46,12 +46,12 @@ def test_the_whole_is_hashed_when_the_time_differs(tmp_path):
     """One byte between the samples: only the full hash sees it, and a new time asks for it."""
     path = tmp_path / "f"
     path.write_bytes(bytes(20_000_000))
-    before = record_of(path, None, say=print)
+    before = record_of(path, None, notify=print)
     with path.open("r+b") as file:
         file.seek(100_000)  # between the first block of 64 KiB and the second
         file.write(b"x")
     os.utime(path, ns=(1, before.mtime_ns + 1))
-    after = record_of(path, before, say=print)
+    after = record_of(path, before, notify=print)
     assert after.samples == before.samples == sampled_hash(path) and after.sha256 != before.sha256
 
 
@@ -59,15 +59,15 @@ def test_token_files_that_are_not_their_manifests_are_refused(tmp_path):
     prefix = tmp_path / "t"
     write_tokens(prefix, [[1, 2, 3], [4, 5]])
     write_manifest(prefix)
-    first = identify_tokens(prefix, memory=tmp_path / "m", say=print)
+    first = identify_tokens(prefix, memory=tmp_path / "m", notify=print)
     os.utime(tmp_path / "t.bin", ns=(1, 1))  # a copy has the same content
-    assert identify_tokens(prefix, memory=tmp_path / "m", say=print) == first
+    assert identify_tokens(prefix, memory=tmp_path / "m", notify=print) == first
     (tmp_path / "t.bin").write_bytes((tmp_path / "t.bin").read_bytes()[::-1])
     with pytest.raises(DataError, match=r"t\.bin: is not the file that t\.manifest\.json was written for"):
-        identify_tokens(prefix, memory=tmp_path / "m", say=print)
+        identify_tokens(prefix, memory=tmp_path / "m", notify=print)
     write_tokens(prefix, [[1, 2, 3], [4, 6]])
     write_manifest(prefix)
-    assert identify_tokens(prefix, memory=tmp_path / "m", say=print) != first
+    assert identify_tokens(prefix, memory=tmp_path / "m", notify=print) != first
 
 
 def test_token_files_without_a_manifest_are_hashed_once_and_again_when_they_change(tmp_path, monkeypatch):
@@ -176,10 +176,10 @@ def test_a_folder_is_read_with_the_folders_that_are_linked_into_it(tmp_path):
 def test_how_much_the_tokenizer_saw_is_told(tmp_path):
     path = write_rows(tmp_path / "d.jsonl", [{"text": t} for t in TEXTS])
     said = []
-    prepare_data(hf(tmp_path / "cache", path, tokenizer_bytes=3000), vocab_size=450, say=said.append)
+    prepare_data(hf(tmp_path / "cache", path, tokenizer_bytes=3000), vocab_size=450, notify=said.append)
     line = next(line for line in said if "training a tokenizer" in line)
     assert "a sample spread evenly over the" in line and "data.tokenizer_bytes" in line
-    prepare_data(stdlib(tmp_path / "other"), vocab_size=600, say=said.append)
+    prepare_data(stdlib(tmp_path / "other"), vocab_size=600, notify=said.append)
     assert "all of the" in next(line for line in said if "600 pieces" in line)
 
 
@@ -192,7 +192,7 @@ def test_unknown_pieces_are_told_and_much_of_them_warned_of(tmp_path, monkeypatc
     )  # fmt: skip
     path = write_rows(tmp_path / "d.jsonl", [{"text": f"{t} ему ещё"} for t in TEXTS])
     said = []
-    prepare_data(hf(tmp_path / "c", path, tokenizer=str(tmp_path / "t.model")), vocab_size=450, say=said.append)
+    prepare_data(hf(tmp_path / "c", path, tokenizer=str(tmp_path / "t.model")), vocab_size=450, notify=said.append)
     line = next(line for line in said if "unknown" in line)
     assert "WARNING" in line and "data.tokenizer" in line
     counts = json.loads(next((tmp_path / "c").glob("tokens-*/counts.json")).read_text())

@@ -132,12 +132,12 @@ def test_a_restart_keeps_the_named_checkpoint_until_it_was_loaded(tmp_path):
     """A rank that dies before the named one is loaded must not send the run to a newer one."""
     root = tmp_path / "run/checkpoints"
     for step in (4, 6):
-        aside = tmp_path / f"aside{step}"
-        aside.mkdir()
-        (aside / paths.META).write_text(json.dumps({"step": step}))
+        tmp_dir = tmp_path / f"aside{step}"
+        tmp_dir.mkdir()
+        (tmp_dir / paths.META).write_text(json.dumps({"step": step}))
         root.mkdir(parents=True, exist_ok=True)
         name = paths.folder_name(step)
-        paths.finish(aside, root / name, {paths.META: paths.checksum(aside / paths.META)})
+        paths.finish(tmp_dir, root / name, {paths.META: paths.checksum(tmp_dir / paths.META)})
     claimed = Claim(tmp_path / "run", root / "step_00000004", lock_folder(tmp_path / "run"))
     claimed.begin_again()
     assert claimed.resume.name == "step_00000004"

@@ -218,8 +218,8 @@ def test_a_broken_install_is_one_clear_message(error, monkeypatch, no_engine):
     said, how = [], {"reference": TORCH_KERNELS, "splits_backward": False}
     config, device = small_config(train__dtype="bfloat16"), torch.device("cuda")
     with pytest.raises(ConfigError, match="kernels=te: Transformer Engine is installed, but .*set kernels=torch"):
-        choose_kernels(replace(config, kernels="te"), device=device, say=said.append, **how)
-    assert choose_kernels(replace(config, kernels="auto"), device=device, say=said.append, **how) is TORCH_KERNELS
+        choose_kernels(replace(config, kernels="te"), device=device, notify=said.append, **how)
+    assert choose_kernels(replace(config, kernels="auto"), device=device, notify=said.append, **how) is TORCH_KERNELS
     (line,) = said
     assert str(error) in line and "going on with kernels=torch" in line
 
@@ -229,9 +229,9 @@ def test_where_it_is_not_installed(monkeypatch, no_engine):
     said, how = [], {"reference": TORCH_KERNELS, "splits_backward": False}
     config = small_config(train__dtype="bfloat16")
     with pytest.raises(ConfigError, match="kernels=te: Transformer Engine is not installed; .*set kernels=torch"):
-        choose_kernels(replace(config, kernels="te"), device=torch.device("cpu"), say=said.append, **how)
+        choose_kernels(replace(config, kernels="te"), device=torch.device("cpu"), notify=said.append, **how)
     for device in ("cpu", "cuda"):
-        found = choose_kernels(replace(config, kernels="auto"), device=torch.device(device), say=said.append, **how)
+        found = choose_kernels(replace(config, kernels="auto"), device=torch.device(device), notify=said.append, **how)
         assert found is TORCH_KERNELS
     assert said == []
 

@@ -24,7 +24,7 @@ def model_of(config, mode, chunk=None):
         model = DecoderStage(
             config,
             range(config.num_layers),
-            computation=LayerContext(TORCH_KERNELS, Recompute(mode, TORCH_KERNELS.checkpoint), chunk),
+            context=LayerContext(TORCH_KERNELS, Recompute(mode, TORCH_KERNELS.checkpoint), chunk),
         )
     finally:
         torch.set_default_dtype(torch.float32)
@@ -146,7 +146,7 @@ def test_the_loss_in_chunks_is_the_loss(chunk, dtype):
     wide = [one.detach().double().requires_grad_() for one in (x, weight)]
     expected = 2 * cross_entropy_sum(wide[0] @ wide[1].T, labels, mask)
     expected.backward()
-    loss = 2 * head_loss(x, weight, labels, mask, vocab_size=11, computation=LayerContext(loss_chunk_tokens=chunk))
+    loss = 2 * head_loss(x, weight, labels, mask, vocab_size=11, context=LayerContext(loss_chunk_tokens=chunk))
     loss.backward()
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert loss.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
@@ -156,7 +156,7 @@ def test_the_loss_in_chunks_is_the_loss(chunk, dtype):
         torch.testing.assert_close(ours.grad.double() / largest, theirs.grad / largest, rtol=0, atol=tolerance)
     assert (
         head_loss(
-            x, weight, labels, torch.zeros_like(mask), vocab_size=11, computation=LayerContext(loss_chunk_tokens=chunk)
+            x, weight, labels, torch.zeros_like(mask), vocab_size=11, context=LayerContext(loss_chunk_tokens=chunk)
         )
         == 0
     )
@@ -177,5 +177,5 @@ def test_no_more_than_a_chunk_of_logits_is_ever_held(monkeypatch):
     x, weight = torch.randn(2, 32, 6, requires_grad=True), torch.randn(101, 6, requires_grad=True)
     labels, mask = torch.randint(0, 101, (2, 32)), torch.ones(2, 32, dtype=torch.bool)
     with HangDetector():
-        head_loss(x, weight, labels, mask, vocab_size=101, computation=LayerContext(loss_chunk_tokens=8)).backward()
+        head_loss(x, weight, labels, mask, vocab_size=101, context=LayerContext(loss_chunk_tokens=8)).backward()
     assert largest[0] == 8

@@ -54,7 +54,7 @@ def test_a_terminal_keeps_no_stale_line(monkeypatch):
     with Progress(steps=2, interval=1) as one:
         one.show({**ROW, "step": 1})
         one.show({**ROW, "step": 2})
-    one.say("completed after 2 steps")
+    one.notify("completed after 2 steps")
     end = out.getvalue()
     assert "\x1b[2K" in end  # the line was erased
     assert end.rindex("completed") > end.rindex("loss")

@@ -7,7 +7,7 @@ import pytest
 from megaasync.observe.report import Curve, render_curves, show
 from megaasync.observe.run_files import MetricsFile, read_metrics
 from megaasync.observe.trace import Recorder, Timeline, merge, write_chrome_trace
-from megaasync.schedules import Costs, Op, Span, build_schedule, report, simulate
+from megaasync.schedules import Costs, Op, Span, build_schedule, schedule_metrics, simulate
 
 
 def spans_of(name="1f1b", steps=6, shift=0.0, costs=None):
@@ -24,7 +24,7 @@ def test_the_bubble_of_a_timeline_is_that_of_the_schedule():
     for costs in (Costs(1, 2), Costs(1, 2, step=1.5), Costs(1, 2, hop=0.2)):
         timeline = merge([(part, []) for part in by_rank(spans_of(steps=8, costs=costs))])
         schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
-        assert timeline.bubble(num_steps=8) == pytest.approx(report(schedule, costs=costs).bubble, abs=0.02)
+        assert timeline.bubble(num_steps=8) == pytest.approx(schedule_metrics(schedule, costs=costs).bubble, abs=0.02)
 
 
 def test_evaluations_are_taken_out():

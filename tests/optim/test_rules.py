@@ -194,7 +194,7 @@ def test_a_zero_gradient_gives_decay_only(optimizer):
 def test_equal_matrices_are_one_stack():
     """Newton-Schulz runs once per shape, not once per tensor."""
     layout = FlatParamLayout(SHAPES, route_parameters(roles_of(SHAPES), small_config("muon").optimizer))
-    stacks = sorted(tuple(g.view(torch.zeros(layout.size)).shape) for g in layout.runs if g.matrix_shape)
+    stacks = sorted(tuple(g.view(torch.zeros(layout.size)).shape) for g in layout.groups if g.matrix_shape)
     assert stacks == [(1, 3, 6), (2, 6, 6), (4, 5, 6), (4, 6, 5)]
 
 

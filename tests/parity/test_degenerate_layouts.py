@@ -47,7 +47,7 @@ def one_expert_rank(environment, config, favourites):
         make_step(number, **arguments)
         layout, whole = stage.optimizer.layout, stage.whole_master()
         momentum = torch.zeros_like(stage.master)
-        for run_, state in zip(layout.runs, stage.optimizer.states, strict=True):
+        for run_, state in zip(layout.groups, stage.optimizer.states, strict=True):
             if "m" in state and run_.owners is None:
                 run_.view_shard(momentum).copy_(state["m"])
         flat = torch.zeros_like(whole)
@@ -140,7 +140,7 @@ def odd_rank(environment, ranks):
         optimizer.step(flat, scale=0.5, publish=weights, lookahead_steps=1)
         data_parallel.gather(weights)
     leave_group()
-    owned = [(run_.matrix_shape, run_.state_shape) for run_ in layout.runs if run_.matrix_shape]
+    owned = [(run_.matrix_shape, run_.state_shape) for run_ in layout.groups if run_.matrix_shape]
     return {n: v.numpy() for n, v in zip(layout.names, layout.views(weights), strict=True)}, owned
 
 

@@ -15,11 +15,11 @@ TOLERANCE = 1e-9
 
 
 def config_of(schedule, stages, microbatches, optimizer="adamw", layers=None, **overrides):
-    chunks = overrides.get("parallel__virtual_stages", SCHEDULES[schedule].chunks[0])
+    virtual_stages = overrides.get("parallel__virtual_stages", SCHEDULES[schedule].virtual_stages[0])
     settings = {
         "schedule__name": schedule,
         "parallel__pipeline": stages,
-        "model__num_layers": layers or max(stages * chunks, 4),
+        "model__num_layers": layers or max(stages * virtual_stages, 4),
         "train__micro_batch_size": 1,
         "train__global_batch_size": microbatches,
         "train__steps": 5,

@@ -27,7 +27,7 @@ from megaasync.schedules import (
     parse_action,
     render_svg,
     render_text,
-    report,
+    schedule_metrics,
     simulate,
     unroll,
     unroll_all,
@@ -37,9 +37,14 @@ SIZES = list(itertools.product(range(1, 7), range(1, 11)))  # (P, m)
 CHUNKS = {"interleaved_1f1b": (2, 3), "interleaved_2bw": (2, 3), "zbv": (2,), "wpipe": (2,)}
 
 
-def build(name, ranks, microbatches, chunks=None, extra=0, tied=False):
+def build(name, ranks, microbatches, virtual_stages=None, extra=0, tied=False):
     return build_schedule(
-        name, num_ranks=ranks, num_microbatches=microbatches, chunks=chunks, extra_in_flight=extra, tied=tied
+        name,
+        num_ranks=ranks,
+        num_microbatches=microbatches,
+        virtual_stages=virtual_stages,
+        extra_in_flight=extra,
+        tied=tied,
     )
 
 
@@ -57,10 +62,10 @@ def is_defined(name, p, m, extra=0):
 
 
 LEGAL = [
-    (name, p, m, chunks, extra)
+    (name, p, m, virtual_stages, extra)
     for name, kind in SCHEDULES.items()
     for p, m in SIZES
-    for chunks in CHUNKS.get(name, (1,))
+    for virtual_stages in CHUNKS.get(name, (1,))
     for extra in ((0, 1, 2) if kind.takes_extra_in_flight else (0,))
     if is_defined(name, p, m, extra)
 ]
@@ -78,12 +83,12 @@ def test_doctests(name):
 def test_every_rule_holds(name, tied):
     cases = [case for case in LEGAL if case[0] == name]
     assert len(cases) > 5
-    for _, p, m, chunks, extra in cases:
+    for _, p, m, virtual_stages, extra in cases:
         if name == "pipedream" and tied and p > 1:
             with pytest.raises(ScheduleError, match="cannot tie the embeddings"):
-                build(name, p, m, chunks, extra, tied)
+                build(name, p, m, virtual_stages, extra, tied)
         else:
-            check(build(name, p, m, chunks, extra, tied), num_steps=5)
+            check(build(name, p, m, virtual_stages, extra, tied), num_steps=5)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -93,9 +98,9 @@ def test_other_sizes_are_refused(name):
         if not is_defined(name, p, m, extra):
             with pytest.raises(ScheduleError, match=name):
                 build(name, p, m, extra=extra)
-    for chunks in {1, 2, 3} - set(CHUNKS.get(name, (1,))):
+    for virtual_stages in {1, 2, 3} - set(CHUNKS.get(name, (1,))):
         with pytest.raises(ScheduleError, match="stage.* per rank"):
-            build(name, 2, 4, chunks)
+            build(name, 2, 4, virtual_stages)
     if not kind.takes_extra_in_flight:
         with pytest.raises(ScheduleError, match="no extra forwards in flight"):
             build(name, 2, 1, extra=1)
@@ -124,10 +129,10 @@ def test_the_depth_rule_is_exact(extra):
 def test_bubbles_of_synchronous_schedules_are_the_formulas():
     for p, m in SIZES:
         for name in ("gpipe", "1f1b"):
-            assert report(build(name, p, m)).bubble == pytest.approx((p - 1) / (m + p - 1)), (name, p, m)
+            assert schedule_metrics(build(name, p, m)).bubble == pytest.approx((p - 1) / (m + p - 1)), (name, p, m)
         for v in (2, 3):
             if m % p == 0:
-                bubble = report(build("interleaved_1f1b", p, m, v)).bubble
+                bubble = schedule_metrics(build("interleaved_1f1b", p, m, v)).bubble
                 assert bubble == pytest.approx((p - 1) / (v * m + p - 1)), (p, m, v)
 
 
@@ -137,7 +142,7 @@ def test_bubble_of_zb_h1_is_the_formula(f, i, w):
         if m >= p:
             idle = (p - 1) * max(f + i - w, f)  # the last rank starts after P - 1 forwards, whatever W costs
             wanted = idle / (m * (f + i + w) + idle)
-            bubble = report(build("zb_h1", p, m), costs=Costs(f, i + w, w)).bubble
+            bubble = schedule_metrics(build("zb_h1", p, m), costs=Costs(f, i + w, w)).bubble
             assert bubble == pytest.approx(wanted, abs=1e-12), (p, m)
 
 
@@ -145,7 +150,7 @@ def test_zbv_wastes_little_more_than_its_flush():
     """At best every rank works without a pause between a start and an end that are P - 1 units apart."""
     for p, m in SIZES:
         if m >= p:
-            period = report(build("zbv", p, m)).period
+            period = schedule_metrics(build("zbv", p, m)).period
             assert 6 * m + p - 1 <= period <= 6 * m + p - 1 + 3, (p, m)
 
 
@@ -155,7 +160,7 @@ def test_figures_of_2bw_are_the_theory(extra):
     for p, m in SIZES:
         if not is_defined("2bw", p, m, extra):
             continue
-        figures = report(build("2bw", p, m, extra=extra), costs=Costs(f, b))
+        figures = schedule_metrics(build("2bw", p, m, extra=extra), costs=Costs(f, b))
         assert figures.bubble == pytest.approx(0)
         assert figures.versions == (2,) * p
         assert figures.activations == tuple(1 + (1 + extra) * (p - 1 - s) for s in range(p))
@@ -170,14 +175,14 @@ def test_figures_of_2bw_are_the_theory(extra):
 def test_other_asynchronous_schedules_are_the_theory():
     for p, m in SIZES:
         if is_defined("interleaved_2bw", p, m):
-            figures = report(build("interleaved_2bw", p, m))
+            figures = schedule_metrics(build("interleaved_2bw", p, m))
             assert figures.bubble == pytest.approx(0)
             assert figures.versions == (2,) * (2 * p)
         if m >= p:
-            figures = report(build("wpipe", p, m))
+            figures = schedule_metrics(build("wpipe", p, m))
             assert figures.bubble == pytest.approx((p - 1) / (2 * m + p - 1))
             assert figures.versions == (2,) * p + (1,) * p
-        figures = report(build("pipedream", p, 1))
+        figures = schedule_metrics(build("pipedream", p, 1))
         assert figures.bubble == pytest.approx(0)
         assert figures.versions == figures.activations == tuple(p - s for s in range(p))
 
@@ -187,31 +192,35 @@ def test_other_asynchronous_schedules_are_the_theory():
 def test_hop_latency_idles_2bw_until_more_is_in_flight(p, hop):
     """P microbatches circulate: P (F + B) of work and 2 (P-1) hops per round (METHOD.md section 2: 3 to 15 %)."""
     costs = Costs(1, 2, hop=hop)
-    assert report(build("2bw", p, 2 * p), costs=costs).bubble == pytest.approx(1 - 3 / (3 + 2 * (p - 1) * hop / p))
-    assert report(build("2bw", p, 2 * p, extra=1), costs=costs).bubble == pytest.approx(0)
+    assert schedule_metrics(build("2bw", p, 2 * p), costs=costs).bubble == pytest.approx(
+        1 - 3 / (3 + 2 * (p - 1) * hop / p)
+    )
+    assert schedule_metrics(build("2bw", p, 2 * p, extra=1), costs=costs).bubble == pytest.approx(0)
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_reduction_and_step_hide_under_2bw_and_not_under_1f1b(p):
     """Together they cost two microbatches, m = 2P."""
     costs = Costs(1, 2, reduce=3, step=3)
-    assert report(build("pipedream", p, 1), costs=costs, overlap=True).exposed == pytest.approx(6)  # steps in its table
+    assert schedule_metrics(build("pipedream", p, 1), costs=costs, overlap=True).exposed == pytest.approx(
+        6
+    )  # steps in its table
     for name, overlap, exposed in (("2bw", True, 0), ("2bw", False, 6), ("1f1b", True, 6), ("1f1b", False, 6)):
-        figures = report(build(name, p, 2 * p), costs=costs, overlap=overlap)
+        figures = schedule_metrics(build(name, p, 2 * p), costs=costs, overlap=overlap)
         assert figures.exposed == pytest.approx(exposed), (name, overlap)
 
 
 def test_a_step_longer_than_the_slack_is_exposed_by_what_is_over():
     p, m = 4, 8
-    slack = report(build("2bw", p, m)).slack[0]
+    slack = schedule_metrics(build("2bw", p, m)).slack[0]
     for over in (0.0, 2.0):
         costs = Costs(1, 2, step=slack + over)
-        assert report(build("2bw", p, m), costs=costs, overlap=True).exposed == pytest.approx(over)
+        assert schedule_metrics(build("2bw", p, m), costs=costs, overlap=True).exposed == pytest.approx(over)
 
 
 def test_uneven_stages_cost_what_the_slowest_costs():
     costs = Costs(1, 2, scale=(1.0, 1.5, 1.0, 1.0))
-    figures = report(build("2bw", 4, 8), costs=costs)
+    figures = schedule_metrics(build("2bw", 4, 8), costs=costs)
     assert figures.period == pytest.approx(8 * 4.5)
     assert figures.bubble == pytest.approx(1 - 4.5 / (4 * 1.5))
 
@@ -292,7 +301,7 @@ def test_cutting_a_run_short_ends_all_ranks_at_one_step():
 
 
 def test_phases_of_a_run():
-    size = {"num_ranks": 2, "num_microbatches": 4, "chunks": None, "extra_in_flight": 0, "tied": False}
+    size = {"num_ranks": 2, "num_microbatches": 4, "virtual_stages": None, "extra_in_flight": 0, "tied": False}
     phases = make_phases("2bw", num_steps=20, sync_start_steps=5, sync_cooldown_steps=3, **size)
     assert [(p.schedule.name, p.first_step, p.end_step, p.flush_at_end) for p in phases] == [
         ("1f1b", 0, 5, True),

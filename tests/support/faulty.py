@@ -36,7 +36,7 @@ def _plant(kind):
         "stop": (StageCompute, "forward"),
         "backward": (StageCompute, "backward"),
         "step": (StageOptimizer, "step"),
-        "copy": (writer, "copied"),
+        "copy": (writer, "to_host"),
         "writer": (writer, "bytes_of"),
     }[kind]
     original, calls = getattr(owner, name), []

@@ -16,15 +16,15 @@ from megaasync.distributed import TransportError
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.entry.spawn import RankFailed, spawn_ranks
-from megaasync.train.preflight import Facts, Needs, describe, preflight, problems
+from megaasync.train.preflight import NodeReport, Requirements, describe, preflight, problems
 from tests.support.configs import small_config
 
 GIB = 2**30
 GOOD = [
-    Facts(rank, f"n{rank // 2}", "code", "conf", 1000.0 + rank / 100, 9 * GIB, 9 * GIB, 8, 3e9, 2e9, 1e9)
+    NodeReport(rank, f"n{rank // 2}", "code", "conf", 1000.0 + rank / 100, 9 * GIB, 9 * GIB, 8, 3e9, 2e9, 1e9)
     for rank in range(8)
 ]
-NEEDS = Needs("code", "conf", run_bytes=3 * GIB, devices=8)
+NEEDS = Requirements("code", "conf", run_bytes=3 * GIB, devices=8)
 
 
 def with_node_2(**changes):
@@ -132,7 +132,7 @@ def stalling_rank(environment):
 def test_a_slow_node_is_told_from_its_neighbours():
     found = spawn_ranks(stalling_rank, (), world_size=5)
     facts = [
-        Facts(rank, f"n{rank}", "c", "c", 0.0, None, None, 0, *bandwidths) for rank, bandwidths in enumerate(found)
+        NodeReport(rank, f"n{rank}", "c", "c", 0.0, None, None, 0, *bandwidths) for rank, bandwidths in enumerate(found)
     ]
     assert ["WARNING" in line for line in describe(facts)] == [False, False, True, False, False], facts
 

@@ -23,7 +23,7 @@ from megaasync.pipeline.channels import Channels, Transport, group_names
 from megaasync.pipeline.executor import Executor, RankPlace
 from megaasync.pipeline.shared_parts import StagePlace
 from megaasync.pipeline.step_runner import StepPolicy, StepRunner
-from megaasync.schedules import Costs, Phase, PipelineSchedule, build_schedule, report, simulate
+from megaasync.schedules import Costs, Phase, PipelineSchedule, build_schedule, schedule_metrics, simulate
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)
@@ -229,5 +229,5 @@ def planned(case: Case, costs: Emulation) -> Measured:
     """What the simulator says of the same case: the steady state's period, and the bubble of as many steps."""
     schedule, plan_costs = schedule_of(case), costs_of(case, costs)
     spans = simulate(schedule, num_steps=case.num_steps, costs=plan_costs, overlap=case.overlap)
-    figures = report(schedule, costs=plan_costs, overlap=case.overlap)
+    figures = schedule_metrics(schedule, costs=plan_costs, overlap=case.overlap)
     return Measured(figures.period, Timeline(spans, case.num_ranks).bubble(num_steps=case.num_steps))

@@ -116,7 +116,7 @@ def _engine(place: Place, said: list[str]) -> Kernels | None:
     """Transformer Engine's backend, if this device has it."""
     config = config_of(place, {"model": "tiny_dense", "data": "synthetic"}, {"train.dtype": "bfloat16"})
     kernels = choose_kernels(
-        config, reference=TORCH_KERNELS, device=place.device, splits_backward=False, say=said.append
+        config, reference=TORCH_KERNELS, device=place.device, splits_backward=False, notify=said.append
     )
     return None if kernels is TORCH_KERNELS else kernels
 
@@ -130,9 +130,7 @@ def _numbers(
     torch.set_default_dtype(dtype)
     try:
         with place.device:
-            stage = DecoderStage(
-                model, range(model.num_layers), computation=LayerContext(kernels, loss_chunk_tokens=64)
-            )
+            stage = DecoderStage(model, range(model.num_layers), context=LayerContext(kernels, loss_chunk_tokens=64))
     finally:
         torch.set_default_dtype(before)
     stage.to(place.device)

@@ -43,9 +43,9 @@ _SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 
 def stages_of(case: Case, rank: int) -> list[int]:
     """The stages of a rank."""
-    chunks, is_v = TORCH_SCHEDULES[case.schedule]
-    last = case.num_ranks * chunks - 1
-    return [rank, last - rank] if is_v else [rank + chunk * case.num_ranks for chunk in range(chunks)]
+    virtual_stages, is_v = TORCH_SCHEDULES[case.schedule]
+    last = case.num_ranks * virtual_stages - 1
+    return [rank, last - rank] if is_v else [rank + chunk * case.num_ranks for chunk in range(virtual_stages)]
 
 
 def num_stages(case: Case) -> int:

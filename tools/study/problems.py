@@ -94,7 +94,7 @@ def solve(problem: Problem, setting: Setting) -> Iterator[Visit]:
         sync_cooldown_steps=0,
         num_ranks=1,
         num_microbatches=1,
-        chunks=None,
+        virtual_stages=None,
         extra_in_flight=0,
         tied=False,
         delay=None if setting.delay == 0 else (setting.delay,),

@@ -9,7 +9,7 @@ from megaasync.schedules import SCHEDULES
 def check_layout(config: Config) -> None:
     """The layout can be built, and every stage has a layer."""
     parallel = config.parallel
-    per_rank = parallel.virtual_stages or SCHEDULES[config.schedule.name].chunks[0]
+    per_rank = parallel.virtual_stages or SCHEDULES[config.schedule.name].virtual_stages[0]
     stages, layers = parallel.pipeline * per_rank, config.model.num_layers
     if stages > layers:
         made_of = "" if per_rank == 1 else f" x {per_rank} stages per rank = {stages}"
