@@ -1,4 +1,4 @@
-"""The rule for what METHOD.md calls fp32: at least float32, and float64 when the run is float64."""
+"""At least float32, and float64 when the run is float64: what must not be rounded further (docs/method.md)."""
 
 import torch
 

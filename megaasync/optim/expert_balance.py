@@ -1,6 +1,6 @@
 """Loads of the experts of one stage by batch, and what follows from them: the routers' biases and fractions.
 
-Both are buffers that belong to the weight version (METHOD.md section 2): the STEP that absorbs a batch's gradient also
+Both are buffers that belong to the weight version (docs/method.md): the STEP that absorbs a batch's gradient also
 applies its token counts, error feedback does not extrapolate them, and evaluations count nothing.
 """
 

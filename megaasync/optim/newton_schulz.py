@@ -1,4 +1,4 @@
-"""Orthogonalisation by a quintic Newton-Schulz iteration (Keller Jordan's Muon; METHOD.md section 5)."""
+"""Orthogonalisation by a quintic Newton-Schulz iteration (Keller Jordan's Muon)."""
 
 from typing import Literal
 

@@ -37,7 +37,7 @@ class Soap:
     `largest_side` is left in its own axes.
 
     L of a first gradient with fewer columns than rows has a null space, whose basis is whatever the library gives; with
-    `first_basis` of several gradients the run does not depend on it (OPTIMIZERS.md pitfall 10).
+    `first_basis` of several gradients the run does not depend on it (docs/method.md).
     """
 
     betas: tuple[float, float]

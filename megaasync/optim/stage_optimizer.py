@@ -1,6 +1,6 @@
 """One stage's step: scale and clip the gradient, move the master weights, publish the next compute weights.
 
-Error feedback needs no stored update (METHOD.md section 1): z_{t+1} = z_t - u_t(g_t) is the master, and the published
+Error feedback needs no stored update (docs/method.md): z_{t+1} = z_t - u_t(g_t) is the master, and the published
 weights are x = z_{t+1} - d u_t, with u_t = lr (direction + weight_decay z_t) and the delay d: 1 is the paper's rule,
 more is its prediction over several missing updates.
 """

@@ -1,6 +1,6 @@
 """Any `torch.optim.Optimizer` as an update rule, at the price of one copy of the parameters.
 
-Zero anchor (OPTIMIZERS.md section 3.2): the optimizer steps a tensor of zeros with lr 1 and no weight decay, so what it
+Zero anchor (docs/method.md): the optimizer steps a tensor of zeros with lr 1 and no weight decay, so what it
 moves is minus the direction. Where its step depends on the weights or not linearly on the lr, as Adafactor's does, it
 steps a copy of z with the real lr, and the direction is the difference. Which of the two is found out by a trial.
 """

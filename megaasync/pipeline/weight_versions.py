@@ -1,7 +1,7 @@
 """Weight versions in slots: K replicas of a stage's module, version v in slot v mod K.
 
 Nothing is swapped around a forward: a module in use is never written to, so a microbatch's forward, backward and
-recomputation all see one version (METHOD.md section 2, version trap). All slots start equal.
+recomputation all see one version (docs/method.md, the version trap). All slots start equal.
 """
 
 import copy

@@ -20,7 +20,7 @@ def pipedream_2bw(
     Stage s runs (1+e)(P-1-s) forwards ahead, e being `extra_in_flight`.
 
     Raises:
-        ScheduleError: m < (1+e)(P-1), for which the order deadlocks (METHOD.md section 2, depth rule).
+        ScheduleError: m < (1+e)(P-1), for which the order deadlocks (docs/method.md, depth rule).
 
     Example:
         >>> from megaasync.schedules import render_text
@@ -37,8 +37,8 @@ def pipedream(
 ) -> PipelineSchedule:
     """PipeDream with weight stashing (arXiv 1806.03377): one update per microbatch, delay P-1-s, P-s versions.
 
-    Each stage clips by its own norm: with the global one, a fresh last stage would wait for stage 0 (METHOD.md
-    section 2).
+    Each stage clips by its own norm: with the global one, a fresh last stage would wait for stage 0 (docs/method.md,
+    what couples stages).
 
     Raises:
         ScheduleError: m is not 1.

@@ -1,7 +1,7 @@
 """A schedule is a table plus a delay vector; every pipeline schedule of this project is one value of this type.
 
 `delay[stage] = d` means: step t on that stage runs with weight version max(t - d, 0), where version v is the weights
-after v optimizer steps (PipeDream-2BW, arXiv 2006.09503; METHOD.md section 2).
+after v optimizer steps (PipeDream-2BW, arXiv 2006.09503; docs/method.md).
 """
 
 from dataclasses import dataclass

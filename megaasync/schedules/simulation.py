@@ -158,7 +158,7 @@ def simulate(
 def bubble_of(spans: list[Span], *, num_ranks: int, first_step: int, last_step: int) -> float:
     """Idle share from the first F of `first_step` to the last action of `last_step`, on any rank.
 
-    Idle is all time outside F, B, I and W; the same definition serves simulated and measured spans (CONTRACT.md).
+    Idle is all time outside F, B, I and W; the same definition serves simulated and measured spans (docs/method.md).
     """
     start = min(span.start for span in spans if span.action.step == first_step and span.action.op is Op.F)
     compute = [span for span in spans if span.action.op in COMPUTE_OPS]

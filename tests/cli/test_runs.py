@@ -90,7 +90,7 @@ def test_the_trace_holds_every_action_and_the_bubble_follows_from_it(traced):
     for rank in range(4):  # a thread does one thing at a time
         mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == rank)
         assert all(a[1] <= b[0] + 0.01 for a, b in pairwise(mine))
-    # CONTRACT.md: from the first F of step 2 to the last action of step N-1, steps from 1
+    # from the first F of step 2 to the last action of step N-1, steps from 1
     start = min(e["ts"] for e in events if e["cat"] == "F" and e["args"]["step"] == 1)
     end = max(e["ts"] + e["dur"] for e in events if e["args"]["step"] == 10)
     busy = sum(max(0, min(e["ts"] + e["dur"], end) - max(e["ts"], start)) for e in events if e["cat"] in ("F", "B"))

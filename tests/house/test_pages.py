@@ -31,6 +31,25 @@ def test_every_file_and_link_named_in_a_page_exists(page):
         assert (ROOT / name).exists(), name
 
 
+SOURCES = [path for folder in ("megaasync", "tools", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+OURS = re.compile(
+    r"(?<![\w./-])((?:docs|megaasync|tools|tests|scripts|hydra_configs)/[\w/.-]+\.(?:md|py|yaml|sh|json))"
+)
+PAGE = re.compile(r"(?<![\w./-])([A-Z]{3,}\.md)\b")
+
+
+def test_every_page_and_file_named_in_the_code_exists():
+    """In docstrings, comments and messages; a page with a bare name lies at the top or in docs/."""
+    missing = []
+    for path in SOURCES:
+        text = path.read_text()
+        missing += [(path, name) for name in OURS.findall(text) if not (ROOT / name).exists()]
+        for name in PAGE.findall(text):
+            if not (ROOT / name).exists() and not (ROOT / "docs" / name).exists():
+                missing.append((path, name))
+    assert missing == []
+
+
 def test_every_group_choice_is_in_the_running_page():
     page = (ROOT / "docs" / "running.md").read_text()
     for group in (ROOT / "hydra_configs").iterdir():

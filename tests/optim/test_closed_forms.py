@@ -1,4 +1,4 @@
-"""METHOD.md section 1's closed forms for a quadratic, out of the real executor on one rank with optimizer=sgd."""
+"""The closed forms of docs/method.md for a quadratic, out of the real executor on one rank with optimizer=sgd."""
 
 import math
 import sys

@@ -38,7 +38,7 @@ def test_every_path_is_the_iteration(shape, steps):
     ids=["square", "wide", "ill-conditioned"],
 )
 def test_singular_values_lie_where_they_were_measured(matrix, least, most):
-    """OPTIMIZERS.md section 2, Keller's five steps; the least of a Gaussian square depends on the draw."""
+    """Keller's five steps; the least of a Gaussian square depends on the draw."""
     if isinstance(matrix, str):
         left, right = (torch.linalg.qr(gaussian(256, 256, seed=seed)).Q for seed in (1, 2))
         matrix = left @ torch.diag(torch.logspace(0, -3, 256)) @ right
@@ -48,7 +48,7 @@ def test_singular_values_lie_where_they_were_measured(matrix, least, most):
 
 
 def test_bfloat16_products_change_a_percent():
-    """OPTIMIZERS.md: 1.1 % in relative Frobenius norm; norms are taken in float32, and so is the result."""
+    """1.1 % in relative Frobenius norm; norms are taken in float32, and so is the result."""
     matrix = gaussian(48, 64) * 1e-18
     exact, half = orthogonalize(matrix, steps=5), orthogonalize(matrix, steps=5, precision="bfloat16")
     assert half.dtype is torch.float32

@@ -136,7 +136,7 @@ def test_muon_equals_torch_in_float32():
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
 def test_error_feedback_without_a_buffer_is_the_literal_recurrence(optimizer):
-    """x_{t+1} = x_t - 2 u_{t-1} + u_{t-2}, with decay taken at z_t = x_t + u_{t-2} (METHOD.md section 1)."""
+    """x_{t+1} = x_t - 2 u_{t-1} + u_{t-2}, with decay taken at z_t = x_t + u_{t-2} (docs/method.md)."""
     config = small_config(optimizer)
     initial = random_tensors(2)
     ours = Product(config, initial, lr_of, error_feedback=True)
@@ -234,7 +234,7 @@ def test_singular_values_come_near_one(shape):
 
 
 def test_keller_range_on_gaussian_matrices():
-    """OPTIMIZERS.md section 2: 0.68 to 1.13 on a Gaussian 256 x 1024."""
+    """docs/method.md: 0.68 to 1.13 on a Gaussian 256 x 1024."""
     wide = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(orthogonalize(wide, steps=5))
     assert 0.64 < values.min() < values.max() < 1.17
@@ -276,7 +276,7 @@ def test_float32_master_moves_where_bfloat16_would_not():
     ("mode", "stable", "unstable"), [("sync", 1.98, 2.02), ("delayed", 0.98, 1.02), ("error_feedback", 0.61, 0.63)]
 )
 def test_stability_limits_on_a_quadratic(mode, stable, unstable):
-    """SGD on a scalar quadratic: a < 2, a < 1, a < 0.618 (METHOD.md section 1)."""
+    """SGD on a scalar quadratic: a < 2, a < 1, a < 0.618 (docs/method.md)."""
 
     optimizer_config = small_config("sgd", optimizer__weight_decay=0.0).optimizer
 

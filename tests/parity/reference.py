@@ -1,4 +1,4 @@
-"""The delayed training loop written by hand, on one process: METHOD.md section 1 in the plainest form.
+"""The delayed training loop written by hand, on one process: docs/method.md in the plainest form.
 
 It imports nothing of megaasync's optim or pipeline. Faults can be put in on purpose.
 """

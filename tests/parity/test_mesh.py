@@ -163,7 +163,7 @@ def test_schedules_and_features_at_a_layout(layout, overrides):
 
 @pytest.mark.parametrize("optimizer", ["normuon", "soap", *(pytest.param(o, marks=SLOW) for o in ("adan", "mars"))])
 def test_other_rules_at_a_layout(optimizer):
-    """Their states lie with whole matrices, or in shares, as those of Muon and AdamW; 1e-7 is CONTRACT.md's promise."""
+    """Their states lie with whole matrices, or in shares, as those of Muon and AdamW; 1e-7 is promised."""
     config = config_of((2, 1, 1, 2), optimizer, correction__name="error_feedback")
     assert_same_run(on_one_rank(config), run(config), tolerance=1e-7)
 

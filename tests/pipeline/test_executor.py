@@ -90,7 +90,7 @@ def test_the_divisor_is_the_global_batchs_valid_tokens():
 
 
 def test_the_float32_norm_is_exact_for_many_elements():
-    """A single float32 sum over 10 million squares is off by 4e-4; CONTRACT.md promises 1e-4."""
+    """A single float32 sum over 10 million squares is off by 4e-4; 1e-4 is promised."""
     gradient = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0))
     exact = gradient.double().square().sum().item()
     assert sum_of_squares(gradient).item() == pytest.approx(exact, rel=1e-7)
@@ -519,7 +519,7 @@ def test_a_run_that_is_over_gives_its_memory_back(dtype):
 
 
 def test_float32_stays_near_float64_for_a_dense_model():
-    """CONTRACT.md: float32 within 1e-4 over 20 steps for dense models, on two stages against one."""
+    """float32 within 1e-4 over 20 steps for dense models, on two stages against one."""
 
     def numbers(stages):
         return run(small_config("adamw", train__dtype="float32", parallel__pipeline=stages, model__moe=None))

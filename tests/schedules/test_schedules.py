@@ -190,7 +190,7 @@ def test_other_asynchronous_schedules_are_the_theory():
 @pytest.mark.parametrize("p", [2, 4, 8])
 @pytest.mark.parametrize("hop", [0.1, 0.3])
 def test_hop_latency_idles_2bw_until_more_is_in_flight(p, hop):
-    """P microbatches circulate: P (F + B) of work and 2 (P-1) hops per round (METHOD.md section 2: 3 to 15 %)."""
+    """P microbatches circulate: P (F + B) of work and 2 (P-1) hops per round (docs/method.md: 3 to 15 %)."""
     costs = Costs(1, 2, hop=hop)
     assert schedule_metrics(build("2bw", p, 2 * p), costs=costs).bubble == pytest.approx(
         1 - 3 / (3 + 2 * (p - 1) * hop / p)

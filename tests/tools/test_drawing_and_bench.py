@@ -13,7 +13,7 @@ def test_a_plan_as_text_svg_and_png(tmp_path):
         ran = tool("draw_schedule.py", "schedule=zb_h1", "stages=4", "microbatches=8", f"out={name}", cwd=tmp_path)
         assert ran.returncode == 0, ran.stderr
         assert "rank 3 |" in ran.stdout
-        assert "bubble            11.1%" in ran.stdout  # 3/27 (METHOD.md section 2)
+        assert "bubble            11.1%" in ran.stdout  # 3/27 (docs/method.md)
     assert ET.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
     picture = (tmp_path / "a.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
