@@ -1,9 +1,9 @@
 """Where a run is started: group `cluster`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from megaasync.config.schema.ranges import ranged
+from megaasync.config.schema.ranges import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,11 @@ class LocalCluster:
     """
 
     name: Literal["local"]
-    nodes: int = ranged(at_least=1)
-    gpus_per_node: int | None = ranged(at_least=1)
-    gpu_memory_gib: float | None = ranged(above=0, remedy="set null if unknown")
-    gpu_tflops: float | None = ranged(above=0, remedy="set null if unknown")
-    network_gbytes: float | None = ranged(above=0, remedy="set null if unknown")
+    nodes: Annotated[int, Range(at_least=1)]
+    gpus_per_node: Annotated[int | None, Range(at_least=1)]
+    gpu_memory_gib: Annotated[float | None, Range(above=0, remedy="set null if unknown")]
+    gpu_tflops: Annotated[float | None, Range(above=0, remedy="set null if unknown")]
+    network_gbytes: Annotated[float | None, Range(above=0, remedy="set null if unknown")]
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -61,14 +61,14 @@ class SlurmCluster:
     """
 
     name: Literal["slurm"]
-    nodes: int = ranged(at_least=1)
-    gpus_per_node: int | None = ranged(at_least=1)
-    gpu_memory_gib: float | None = ranged(above=0, remedy="set null if unknown")
-    gpu_tflops: float | None = ranged(above=0, remedy="set null if unknown")
-    network_gbytes: float | None = ranged(above=0, remedy="set null if unknown")
-    tasks_per_node: int | None = ranged(at_least=1)
-    gpus_per_task: int | None = ranged(at_least=1, default=None)
-    cpus_per_task: int | None = ranged(at_least=1)
+    nodes: Annotated[int, Range(at_least=1)]
+    gpus_per_node: Annotated[int | None, Range(at_least=1)]
+    gpu_memory_gib: Annotated[float | None, Range(above=0, remedy="set null if unknown")]
+    gpu_tflops: Annotated[float | None, Range(above=0, remedy="set null if unknown")]
+    network_gbytes: Annotated[float | None, Range(above=0, remedy="set null if unknown")]
+    tasks_per_node: Annotated[int | None, Range(at_least=1)]
+    gpus_per_task: Annotated[int | None, Range(at_least=1)] = None
+    cpus_per_task: Annotated[int | None, Range(at_least=1)]
     job_name: str | None = None
     mem: str | None = None
     gres: str | None = None
@@ -86,7 +86,7 @@ class SlurmCluster:
     exclusive: bool = False
     nice: int | None = None
     wckey: str | None = None
-    signal_seconds: int = ranged(at_least=1)
+    signal_seconds: Annotated[int, Range(at_least=1)]
     requeue: bool
     container_image: str | None
     container_runtime: Literal["pyxis", "apptainer"]
@@ -122,11 +122,11 @@ class DockerCluster:
     """
 
     name: Literal["docker"]
-    nodes: int = ranged(at_least=1)
-    gpus_per_node: int | None = ranged(at_least=1)
-    gpu_memory_gib: float | None = ranged(above=0, remedy="set null if unknown")
-    gpu_tflops: float | None = ranged(above=0, remedy="set null if unknown")
-    network_gbytes: float | None = ranged(above=0, remedy="set null if unknown")
+    nodes: Annotated[int, Range(at_least=1)]
+    gpus_per_node: Annotated[int | None, Range(at_least=1)]
+    gpu_memory_gib: Annotated[float | None, Range(above=0, remedy="set null if unknown")]
+    gpu_tflops: Annotated[float | None, Range(above=0, remedy="set null if unknown")]
+    network_gbytes: Annotated[float | None, Range(above=0, remedy="set null if unknown")]
     container_image: str
     mounts: tuple[str, ...]
     env: dict[str, str]

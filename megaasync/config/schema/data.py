@@ -1,9 +1,9 @@
 """Where tokens come from: group `data`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from megaasync.config.schema.ranges import ranged
+from megaasync.config.schema.ranges import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class PythonStdlibData:
 
     name: Literal["python_stdlib"]
     cache_dir: str
-    validation_fraction: float = ranged(at_least=0, below=1)
-    tokenizer_bytes: int = ranged(at_least=1000, default=32_000_000)
+    validation_fraction: Annotated[float, Range(at_least=0, below=1)]
+    tokenizer_bytes: Annotated[int, Range(at_least=1000)] = 32_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SyntheticData:
 
     name: Literal["synthetic"]
     num_tokens: int
-    branching: int = ranged(at_least=1)
+    branching: Annotated[int, Range(at_least=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class HfData:
     text_field: str
     tokenizer: str | None
     cache_dir: str
-    validation_fraction: float = ranged(at_least=0, below=1)
+    validation_fraction: Annotated[float, Range(at_least=0, below=1)]
     on_bad_bytes: Literal["stop", "replace"]
-    tokenizer_bytes: int = ranged(at_least=1000, default=32_000_000)
+    tokenizer_bytes: Annotated[int, Range(at_least=1000)] = 32_000_000
 
 
 DataConfig = PythonStdlibData | SyntheticData | IndexedData | HfData

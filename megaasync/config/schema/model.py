@@ -1,9 +1,9 @@
 """The network: group `model`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from megaasync.config.schema.ranges import ranged
+from megaasync.config.schema.ranges import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +27,18 @@ class MoeConfig:
         z_loss: coefficient of the squared log of the softmax's denominator (arXiv 2202.08906).
     """
 
-    num_experts: int = ranged(at_least=1)
-    top_k: int = ranged(at_least=1)
-    ffn_hidden_size: int = ranged(at_least=1)
-    num_shared_experts: int = ranged(at_least=0)
-    first_dense_layers: int = ranged(at_least=0)
+    num_experts: Annotated[int, Range(at_least=1)]
+    top_k: Annotated[int, Range(at_least=1)]
+    ffn_hidden_size: Annotated[int, Range(at_least=1)]
+    num_shared_experts: Annotated[int, Range(at_least=0)]
+    first_dense_layers: Annotated[int, Range(at_least=0)]
     score_function: Literal["softmax", "sigmoid"]
     normalize_top_k: bool
-    capacity_factor: float | None = ranged(above=0, remedy="set null to drop no token")
-    bias_update_rate: float = ranged(at_least=0)
-    sequence_balance_loss: float = ranged(at_least=0)
-    global_balance_loss: float = ranged(at_least=0)
-    z_loss: float = ranged(at_least=0)
+    capacity_factor: Annotated[float | None, Range(above=0, remedy="set null to drop no token")]
+    bias_update_rate: Annotated[float, Range(at_least=0)]
+    sequence_balance_loss: Annotated[float, Range(at_least=0)]
+    global_balance_loss: Annotated[float, Range(at_least=0)]
+    z_loss: Annotated[float, Range(at_least=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,16 @@ class ModelConfig:
     """
 
     name: str
-    num_layers: int = ranged(at_least=1)
-    hidden_size: int = ranged(at_least=1)
-    num_heads: int = ranged(at_least=1)
-    num_kv_heads: int = ranged(at_least=1)
-    ffn_hidden_size: int = ranged(at_least=1)
-    vocab_size: int = ranged(at_least=2)
-    seq_length: int = ranged(at_least=1)
+    num_layers: Annotated[int, Range(at_least=1)]
+    hidden_size: Annotated[int, Range(at_least=1)]
+    num_heads: Annotated[int, Range(at_least=1)]
+    num_kv_heads: Annotated[int, Range(at_least=1)]
+    ffn_hidden_size: Annotated[int, Range(at_least=1)]
+    vocab_size: Annotated[int, Range(at_least=2)]
+    seq_length: Annotated[int, Range(at_least=1)]
     tie_embeddings: bool
-    rope_theta: float = ranged(above=0)
-    norm_eps: float = ranged(above=0)
-    init_std: float = ranged(above=0)
+    rope_theta: Annotated[float, Range(above=0)]
+    norm_eps: Annotated[float, Range(above=0)]
+    init_std: Annotated[float, Range(above=0)]
     moe: MoeConfig | None
     qk_norm: bool = False

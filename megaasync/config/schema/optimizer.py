@@ -1,9 +1,9 @@
 """Optimizers: group `optimizer`, one dataclass each."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from megaasync.config.schema.ranges import ranged
+from megaasync.config.schema.ranges import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,9 +11,9 @@ class SgdConfig:
     """Stochastic gradient descent, for checks: u = lr (g + weight_decay z); `momentum` mu as Muon's, 0 for none."""
 
     name: Literal["sgd"]
-    lr: float = ranged(at_least=0)
-    weight_decay: float = ranged(at_least=0)
-    momentum: float = ranged(at_least=0, below=1)
+    lr: Annotated[float, Range(at_least=0)]
+    weight_decay: Annotated[float, Range(at_least=0)]
+    momentum: Annotated[float, Range(at_least=0, below=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class AdamWConfig:
     """AdamW (arXiv 1711.05101): decoupled weight decay."""
 
     name: Literal["adamw"]
-    lr: float = ranged(at_least=0)
-    weight_decay: float = ranged(at_least=0)
-    betas: tuple[float, float] = ranged(at_least=0, below=1)
-    eps: float = ranged(above=0)
+    lr: Annotated[float, Range(at_least=0)]
+    weight_decay: Annotated[float, Range(at_least=0)]
+    betas: Annotated[tuple[float, float], Range(at_least=0, below=1)]
+    eps: Annotated[float, Range(above=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class MuonConfig:
     """
 
     name: Literal["muon"]
-    lr: float = ranged(at_least=0)
-    weight_decay: float = ranged(at_least=0)
-    momentum: float = ranged(at_least=0, below=1)
-    newton_schulz_steps: int = ranged(at_least=1)
+    lr: Annotated[float, Range(at_least=0)]
+    weight_decay: Annotated[float, Range(at_least=0)]
+    momentum: Annotated[float, Range(at_least=0, below=1)]
+    newton_schulz_steps: Annotated[int, Range(at_least=1)]
     newton_schulz_precision: Literal["auto", "float32", "bfloat16"]
-    betas: tuple[float, float] = ranged(at_least=0, below=1)
-    eps: float = ranged(above=0)
+    betas: Annotated[tuple[float, float], Range(at_least=0, below=1)]
+    eps: Annotated[float, Range(above=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class NAdamConfig:
     """NAdam: AdamW with a momentum that looks ahead; `momentum_decay` as torch's, 0.004 there."""
 
     name: Literal["nadam"]
-    lr: float = ranged(at_least=0)
-    weight_decay: float = ranged(at_least=0)
-    betas: tuple[float, float] = ranged(at_least=0, below=1)
-    eps: float = ranged(above=0)
-    momentum_decay: float = ranged(at_least=0)
+    lr: Annotated[float, Range(at_least=0)]
+    weight_decay: Annotated[float, Range(at_least=0)]
+    betas: Annotated[tuple[float, float], Range(at_least=0, below=1)]
+    eps: Annotated[float, Range(above=0)]
+    momentum_decay: Annotated[float, Range(at_least=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class LionConfig:
     """Lion (arXiv 2302.06675): wants an lr 3 to 10 times smaller than AdamW's and as much more decay."""
 
     name: Literal["lion"]
-    lr: float = ranged(at_least=0)
-    weight_decay: float = ranged(at_least=0)
-    betas: tuple[float, float] = ranged(at_least=0, below=1)
+    lr: Annotated[float, Range(at_least=0)]
+    weight_decay: Annotated[float, Range(at_least=0)]
+    betas: Annotated[tuple[float, float], Range(at_least=0, below=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class AdanConfig:
     """Adan (arXiv 2208.06677) with decoupled decay."""
 
     name: Literal["adan"]
-    lr: float = ranged(at_least=0)
-    weight_decay: float = ranged(at_least=0)
-    betas: tuple[float, float, float] = ranged(at_least=0, below=1)
-    eps: float = ranged(above=0)
+    lr: Annotated[float, Range(at_least=0)]
+    weight_decay: Annotated[float, Range(at_least=0)]
+    betas: Annotated[tuple[float, float, float], Range(at_least=0, below=1)]
+    eps: Annotated[float, Range(above=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,14 @@ class NorMuonConfig:
     """
 
     name: Literal["normuon"]
-    lr: float = ranged(at_least=0)
-    weight_decay: float = ranged(at_least=0)
-    momentum: float = ranged(at_least=0, below=1)
-    newton_schulz_steps: int = ranged(at_least=1)
+    lr: Annotated[float, Range(at_least=0)]
+    weight_decay: Annotated[float, Range(at_least=0)]
+    momentum: Annotated[float, Range(at_least=0, below=1)]
+    newton_schulz_steps: Annotated[int, Range(at_least=1)]
     newton_schulz_precision: Literal["auto", "float32", "bfloat16"]
-    beta2: float = ranged(at_least=0, below=1)
-    betas: tuple[float, float] = ranged(at_least=0, below=1)
-    eps: float = ranged(above=0)
+    beta2: Annotated[float, Range(at_least=0, below=1)]
+    betas: Annotated[tuple[float, float], Range(at_least=0, below=1)]
+    eps: Annotated[float, Range(above=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +113,12 @@ class MarsConfig:
     """
 
     name: Literal["mars"]
-    lr: float = ranged(at_least=0)
-    weight_decay: float = ranged(at_least=0)
-    betas: tuple[float, float] = ranged(at_least=0, below=1)
-    gamma: float = ranged(at_least=0)
-    adamw_betas: tuple[float, float] = ranged(at_least=0, below=1)
-    eps: float = ranged(above=0)
+    lr: Annotated[float, Range(at_least=0)]
+    weight_decay: Annotated[float, Range(at_least=0)]
+    betas: Annotated[tuple[float, float], Range(at_least=0, below=1)]
+    gamma: Annotated[float, Range(at_least=0)]
+    adamw_betas: Annotated[tuple[float, float], Range(at_least=0, below=1)]
+    eps: Annotated[float, Range(above=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +134,14 @@ class SoapConfig:
     """
 
     name: Literal["soap"]
-    lr: float = ranged(at_least=0)
-    weight_decay: float = ranged(at_least=0)
-    betas: tuple[float, float] = ranged(at_least=0, below=1)
-    refresh_interval: int = ranged(at_least=1)
-    first_basis: int = ranged(at_least=1)
-    largest_side: int = ranged(at_least=1)
-    adamw_betas: tuple[float, float] = ranged(at_least=0, below=1)
-    eps: float = ranged(above=0)
+    lr: Annotated[float, Range(at_least=0)]
+    weight_decay: Annotated[float, Range(at_least=0)]
+    betas: Annotated[tuple[float, float], Range(at_least=0, below=1)]
+    refresh_interval: Annotated[int, Range(at_least=1)]
+    first_basis: Annotated[int, Range(at_least=1)]
+    largest_side: Annotated[int, Range(at_least=1)]
+    adamw_betas: Annotated[tuple[float, float], Range(at_least=0, below=1)]
+    eps: Annotated[float, Range(above=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +159,10 @@ class TorchOptimizerConfig:
     target: str
     arguments: dict[str, Any]
     elementwise: bool
-    lr: float = ranged(at_least=0)
-    weight_decay: float = ranged(at_least=0)
-    betas: tuple[float, float] = ranged(at_least=0, below=1)
-    eps: float = ranged(above=0)
+    lr: Annotated[float, Range(at_least=0)]
+    weight_decay: Annotated[float, Range(at_least=0)]
+    betas: Annotated[tuple[float, float], Range(at_least=0, below=1)]
+    eps: Annotated[float, Range(above=0)]
 
 
 OptimizerConfig = (

@@ -1,9 +1,9 @@
 """Degrees of parallelism: group `parallel`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from megaasync.config.schema.ranges import ranged
+from megaasync.config.schema.ranges import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class ParallelConfig:
         timeout_seconds: longest wait for another rank's message; then the run ends and says who was waited for.
     """
 
-    tensor: int = ranged(at_least=1)
-    expert: int = ranged(at_least=1)
-    pipeline: int = ranged(at_least=1)
-    data: int | Literal["auto"] = ranged(at_least=1)
+    tensor: Annotated[int, Range(at_least=1)]
+    expert: Annotated[int, Range(at_least=1)]
+    pipeline: Annotated[int, Range(at_least=1)]
+    data: Annotated[int | Literal["auto"], Range(at_least=1)]
     sequence_parallel: bool
-    virtual_stages: int | None = ranged(at_least=1)
+    virtual_stages: Annotated[int | None, Range(at_least=1)]
     layers_per_stage: tuple[int, ...] | None
-    timeout_seconds: float = ranged(above=0)
+    timeout_seconds: Annotated[float, Range(above=0)]

@@ -1,8 +1,9 @@
-"""Which values a field may have, written at the field: `lr: float = ranged(at_least=0)`."""
+"""Which values a field may have, written at the field: `lr: Annotated[float, Range(at_least=0)]`."""
 
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, get_type_hints
 
 from megaasync.config.error import ConfigError
 
@@ -47,22 +48,6 @@ class Range:
         return f"lie in {opens}, {closes}"
 
 
-_RANGE = "range"  # where a field's metadata holds it
-
-
-def ranged(
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    remedy: str = "",
-    **default: Any,
-) -> Any:
-    """A dataclass field with bounds, and with `default=` if it has one."""
-    return field(metadata={_RANGE: Range(at_least, above, at_most, below, remedy)}, **default)
-
-
 def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, tuple):
         yield from ((f"{key}[{number}]", one) for number, one in enumerate(value))
@@ -76,14 +61,22 @@ def check_ranges(config: Any, prefix: str = "") -> None:
     Raises:
         ConfigError: the first that does not.
     """
+    allowed = _ranges_of(type(config))
     for one in fields(config):
         key, value = f"{prefix}{one.name}", getattr(config, one.name)
         if is_dataclass(value):
             check_ranges(value, f"{key}.")
-        elif (allowed := _range_of(one)) is not None:
+        elif one.name in allowed:
             for name, number in _numbers(key, value):
-                allowed.check(name, number)
+                allowed[one.name].check(name, number)
 
 
-def _range_of(one: Field) -> Range | None:
-    return one.metadata.get(_RANGE)
+@cache
+def _ranges_of(cls: type) -> dict[str, Range]:
+    """The ranges of a dataclass's fields, by name."""
+    hints = get_type_hints(cls, include_extras=True)
+    found = {
+        name: [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Range)]
+        for name, hint in hints.items()
+    }
+    return {name: ranges[0] for name, ranges in found.items() if ranges}

@@ -1,9 +1,9 @@
 """What a run writes down and where: groups `checkpoint`, `logging` and `run`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from megaasync.config.schema.ranges import ranged
+from megaasync.config.schema.ranges import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class CheckpointConfig:
         override: resume although the lr or another setting of the training is not the checkpoint's.
     """
 
-    interval: int | None = ranged(at_least=1)
-    keep: int = ranged(at_least=1)
+    interval: Annotated[int | None, Range(at_least=1)]
+    keep: Annotated[int, Range(at_least=1)]
     resume: str
     async_save: bool
     override: bool
@@ -46,9 +46,9 @@ class LoggingConfig:
             is written and told of; null for none.
     """
 
-    interval: int = ranged(at_least=1)
+    interval: Annotated[int, Range(at_least=1)]
     trace: bool
-    spike_threshold: float | None = ranged(above=0, remedy="set null to watch for none")
+    spike_threshold: Annotated[float | None, Range(above=0, remedy="set null to watch for none")]
     wandb: WandbConfig
 
 
@@ -63,4 +63,4 @@ class RunConfig:
     """
 
     dir: str | None
-    max_restarts: int = ranged(at_least=0)
+    max_restarts: Annotated[int, Range(at_least=0)]

@@ -1,9 +1,9 @@
 """Pipeline schedules and corrections of the delay: groups `schedule` and `correction`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from megaasync.config.schema.ranges import ranged
+from megaasync.config.schema.ranges import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class ScheduleConfig:
     """
 
     name: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "2bw", "interleaved_2bw", "pipedream", "wpipe"]
-    sync_start_steps: int = ranged(at_least=0)
-    sync_cooldown_steps: int = ranged(at_least=0)
-    extra_in_flight: int = ranged(at_least=0)
+    sync_start_steps: Annotated[int, Range(at_least=0)]
+    sync_cooldown_steps: Annotated[int, Range(at_least=0)]
+    extra_in_flight: Annotated[int, Range(at_least=0)]
     overlap_step: bool
     delay: tuple[int, ...] | None
 
@@ -51,7 +51,7 @@ class Taylor:
     """
 
     name: Literal["taylor"]
-    strength: float = ranged(at_least=0)
+    strength: Annotated[float, Range(at_least=0)]
     adaptive: bool
 
 

@@ -1,9 +1,9 @@
 """The training loop: group `train`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from megaasync.config.schema.ranges import ranged
+from megaasync.config.schema.ranges import Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,23 +34,23 @@ class TrainingConfig:
             `mxfp8` by blocks of it; `none` computes in dtype.
     """
 
-    steps: int = ranged(at_least=1)
-    global_batch_size: int = ranged(at_least=1)
-    micro_batch_size: int = ranged(at_least=1)
-    seed: int = ranged(at_least=0)
+    steps: Annotated[int, Range(at_least=1)]
+    global_batch_size: Annotated[int, Range(at_least=1)]
+    micro_batch_size: Annotated[int, Range(at_least=1)]
+    seed: Annotated[int, Range(at_least=0)]
     dtype: Literal["float64", "float32", "bfloat16"]
-    clip_grad_norm: float | None = ranged(above=0, remedy="set null to switch clipping off")
-    eval_interval: int | None = ranged(at_least=1)
-    eval_sequences: int | None = ranged(at_least=1)
+    clip_grad_norm: Annotated[float | None, Range(above=0, remedy="set null to switch clipping off")]
+    eval_interval: Annotated[int | None, Range(at_least=1)]
+    eval_sequences: Annotated[int | None, Range(at_least=1)]
     lr_schedule: Literal["constant", "cosine", "wsd"]
-    lr_schedule_steps: int | None = ranged(at_least=1, default=None)
-    warmup_steps: int = ranged(at_least=0)
-    final_lr_ratio: float = ranged(at_least=0, at_most=1)
-    decay_steps: int = ranged(at_least=0)
+    lr_schedule_steps: Annotated[int | None, Range(at_least=1)] = None
+    warmup_steps: Annotated[int, Range(at_least=0)]
+    final_lr_ratio: Annotated[float, Range(at_least=0, at_most=1)]
+    decay_steps: Annotated[int, Range(at_least=0)]
     on_nonfinite: Literal["stop", "skip"]
-    max_skipped: int = ranged(at_least=0)
-    time_limit: float | None = ranged(above=0, remedy="these are seconds; set null for no limit")
+    max_skipped: Annotated[int, Range(at_least=0)]
+    time_limit: Annotated[float | None, Range(above=0, remedy="these are seconds; set null for no limit")]
     recompute: Literal["none", "selective", "full"] = "none"
-    loss_chunk_tokens: int | None = ranged(at_least=1, default=1024)
+    loss_chunk_tokens: Annotated[int | None, Range(at_least=1)] = 1024
     document_mask: bool = False
     fp8: Literal["none", "current", "block", "mxfp8"] = "none"
