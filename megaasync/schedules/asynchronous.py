@@ -1,5 +1,7 @@
 """Schedules that never empty the pipeline, or not for all stages: `2bw`, `interleaved_2bw`, `pipedream`, `wpipe`."""
 
+from typing import Literal
+
 from megaasync.schedules.action import Action, Op
 from megaasync.schedules.orders import (
     append_reduce,
@@ -61,7 +63,13 @@ def pipedream(
 
 
 def _stream(
-    name: str, num_ranks: int, num_microbatches: int, *, delays: list[int], extra: int, clip: str = "global"
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    delays: list[int],
+    extra: int,
+    clip: Literal["global", "stage"] = "global",
 ) -> PipelineSchedule:
     fills, steady, limits = [], [], []
     for rank in range(num_ranks):

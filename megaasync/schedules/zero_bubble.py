@@ -64,17 +64,21 @@ def zbv(
     num_stages = 2 * num_ranks
     rank_of_stage = tuple(min(stage, num_stages - 1 - stage) for stage in range(num_stages))
 
+    def microbatch(action: Action) -> int:
+        assert action.microbatch is not None, f"{action} is of no microbatch"
+        return action.microbatch
+
     def late(action: Action) -> bool:
         return action.stage >= num_ranks
 
     def gradients_first(action: Action) -> tuple[int, ...]:
-        return {Op.I: 0, Op.F: 1, Op.W: 2}[action.op], -action.stage, action.microbatch
+        return {Op.I: 0, Op.F: 1, Op.W: 2}[action.op], -action.stage, microbatch(action)
 
     def depth_first(action: Action) -> tuple[int, ...]:
         if action.op is Op.W:
-            return 4, action.microbatch, -action.stage
+            return 4, microbatch(action), -action.stage
         first = {(Op.F, True): 0, (Op.I, True): 1, (Op.I, False): 2, (Op.F, False): 3}[action.op, late(action)]
-        return first, action.microbatch, -action.stage
+        return first, microbatch(action), -action.stage
 
     def order(priority: Priority):  # noqa: ANN202 - as list_schedule
         return list_schedule(

@@ -61,7 +61,7 @@ def check_ranges(config: Any, prefix: str = "") -> None:
     Raises:
         ConfigError: the first that does not.
     """
-    allowed = _ranges_of(type(config))
+    allowed = _ranges_of(type(config))  # type: ignore[arg-type]  # classes are hashable
     for one in fields(config):
         key, value = f"{prefix}{one.name}", getattr(config, one.name)
         if is_dataclass(value):
