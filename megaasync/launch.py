@@ -111,8 +111,8 @@ def _write_run(wanted: _Wanted, folder: Path, record: dict[str, Any], plan: dict
 def _launch(runs: list[_Wanted], *, requested: str | None) -> None:
     """Write the job of all runs, and start it."""
     first = runs[0].config
-    planner = importlib.import_module("megaasync.train.plan")
-    plan_text = importlib.import_module("megaasync.train.plan_text")
+    planner = importlib.import_module("megaasync.plan.plan")
+    plan_text = importlib.import_module("megaasync.plan.text")
     if first.dry_run:
         print(plan_text.summarise_plan(planner.make_plan(first)))
         return

@@ -76,9 +76,9 @@ def _check_world(config: Config, environment: RankEnvironment | None) -> None:
 
 def _print_plan(config: Config) -> None:
     """Print the plan and write it as plan.json, into the run folder if the config names one."""
-    planner = importlib.import_module("megaasync.train.plan")
+    planner = importlib.import_module("megaasync.plan.plan")
     plan = planner.make_plan(config)
-    print(importlib.import_module("megaasync.train.plan_text").summarise_plan(plan))
+    print(importlib.import_module("megaasync.plan.text").summarise_plan(plan))
     folder = Path(config.run.dir).expanduser() if config.run.dir else Path()
     try:
         folder.mkdir(parents=True, exist_ok=True)

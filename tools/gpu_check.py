@@ -93,15 +93,15 @@ def main() -> None:
         print(__doc__)
         return
     sys.path.insert(0, str(Path(__file__).parents[1]))  # the package need not be installed
-    room = importlib.import_module("bench.gpu_checks")
-    on_cpu, out, minutes, only = read_arguments(sys.argv[1:], room.CHECKS)
+    checks = importlib.import_module("bench.gpu_checks")
+    on_cpu, out, minutes, only = read_arguments(sys.argv[1:], checks.CHECKS)
     if not on_cpu and not torch.cuda.is_available():
         _fail("torch sees no CUDA device; run it on a GPU, or at toy size with --cpu")
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu") if on_cpu else torch.device("cuda", 0)
     start = perf_counter()
-    place = room.Place(device, out, start + 60 * minutes)
-    found = run_checks(place, room.CHECKS, only)
+    place = checks.Place(device, out, start + 60 * minutes)
+    found = run_checks(place, checks.CHECKS, only)
     text = table(found)
     print(f"\n{text}\n\n{perf_counter() - start:.0f} s; written to {out / 'gpu_check.json'}")
     lines = {name: [asdict(line) for line in lines] for name, lines in found.items()}

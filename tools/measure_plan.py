@@ -30,10 +30,10 @@ from megaasync.nn.moe import MoE
 from megaasync.nn.recompute import Recompute
 from megaasync.nn.token_dispatcher import TokenDispatcher
 from megaasync.pipeline.stage_compute import StageCompute
+from megaasync.plan.plan import make_plan
+from megaasync.plan.sizes import DTYPES, buffers_required
 from megaasync.pretrain import resolve_data
 from megaasync.train.groups import make_groups
-from megaasync.train.plan import make_plan
-from megaasync.train.sizes import DTYPES, buffers_required
 from megaasync.train.stages import build_stage
 
 _CPU = torch.device("cpu")

@@ -26,10 +26,10 @@ from megaasync.pipeline.channels import Channels, Transport
 from megaasync.pipeline.evaluation import Evaluator
 from megaasync.pipeline.executor import Executor, RankPlace
 from megaasync.pipeline.step_runner import StepPolicy, StepRunner
+from megaasync.plan.sizes import DTYPES, StageSizes, buffers_required
 from megaasync.schedules import Phase, PipelineSchedule, check
 from megaasync.train.checkpointing import CheckpointManager
 from megaasync.train.groups import Groups, connect_groups, make_groups
-from megaasync.train.sizes import DTYPES, StageSizes, buffers_required
 from megaasync.train.stages import agreed_kernels, build_stage, learning_rate_of
 from megaasync.train.tokens import load_tokens, training_source
 from megaasync.train.trainer import Observer, Trainer

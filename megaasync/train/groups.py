@@ -10,8 +10,8 @@ from megaasync.distributed.mesh import Mesh
 from megaasync.distributed.rank_group import RankGroup
 from megaasync.models.parameters import REDUCTIONS
 from megaasync.pipeline.channels import group_names
+from megaasync.plan.sizes import REPLICAS
 from megaasync.schedules import PipelineSchedule
-from megaasync.train.sizes import REPLICAS
 
 
 @dataclass(frozen=True, slots=True)

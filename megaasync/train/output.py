@@ -28,9 +28,9 @@ from megaasync.observe.run_files import (
 from megaasync.observe.spikes import SpikeWatch
 from megaasync.observe.trace import Timeline, write_chrome_trace
 from megaasync.observe.tracker import WandbTracker
+from megaasync.plan.plan import main_schedule, make_plan
+from megaasync.plan.text import render_plan, summarise_plan
 from megaasync.schedules import render_svg, simulate
-from megaasync.train.plan import main_schedule, make_plan
-from megaasync.train.plan_text import render_plan, summarise_plan
 from megaasync.train.trainer import TrainOutcome
 
 _STEPS_DRAWN = 3

@@ -25,9 +25,9 @@ from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.shared_parts import StagePlace, make_shared_parts
 from megaasync.pipeline.stage_compute import StageCompute
 from megaasync.pipeline.stage_update import StageUpdate
+from megaasync.plan.sizes import DTYPES, REPLICAS, StageBuffers, StageSizes
 from megaasync.schedules import PipelineSchedule
 from megaasync.train.groups import Groups
-from megaasync.train.sizes import DTYPES, REPLICAS, StageBuffers, StageSizes
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from megaasync.models.initialize import initialize_
 from megaasync.models.parameters import PARAMETERS, parameter_spec, roles_of, sharding_of
 from megaasync.models.transformer import TransformerBlock, stage_shapes
 from megaasync.optim.routing import Role
-from megaasync.train.plan import make_plan
+from megaasync.plan.plan import make_plan
 from tests.support.configs import small_config
 from tests.support.runs import run_rank
 

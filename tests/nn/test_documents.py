@@ -14,7 +14,7 @@ from megaasync.data.prepare import PreparedData
 from megaasync.entry.spawn import spawn_ranks
 from megaasync.models.initialize import initialize_
 from megaasync.models.transformer import DecoderStage
-from megaasync.train.plan import make_plan
+from megaasync.plan.plan import make_plan
 from tests.support.configs import small_config
 from tests.support.runs import assert_same_run, put_together, run_rank
 from tests.support.te_stand_in import Recorder, install

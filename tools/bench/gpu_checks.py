@@ -30,9 +30,9 @@ from megaasync.models.initialize import initialize_
 from megaasync.models.transformer import DecoderStage
 from megaasync.nn.layer_context import LayerContext
 from megaasync.nn.torch_kernels import TORCH_KERNELS
+from megaasync.plan.plan import make_plan
 from megaasync.schedules import COMPUTE_OPS, Op
 from megaasync.train.build import build_trainer
-from megaasync.train.plan import make_plan
 from megaasync.train.trainer import TrainOutcome
 
 _ALONE = RankEnvironment(0, 1, 0, 1, "")

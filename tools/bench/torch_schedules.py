@@ -33,7 +33,7 @@ from megaasync.optim.sharded_reducer import sum_of_squares
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.gradients import GradientBuffers
 from megaasync.pipeline.weight_versions import WeightVersions
-from megaasync.train.sizes import DTYPES
+from megaasync.plan.sizes import DTYPES
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)

@@ -22,8 +22,8 @@ from megaasync.pipeline.shared_parts import StagePlace, make_shared_parts
 from megaasync.pipeline.stage_compute import StageCompute
 from megaasync.pipeline.stage_update import StageUpdate
 from megaasync.pipeline.step_runner import StepPolicy, StepRunner
+from megaasync.plan.sizes import buffers_required
 from megaasync.schedules import make_phases
-from megaasync.train.sizes import buffers_required
 
 _TIMEOUT = timedelta(seconds=60)
 

@@ -16,6 +16,9 @@ from megaasync.models.parameters import parameter_spec
 from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.routing import Role
 from megaasync.optim.update_rule import state_elements
+from megaasync.plan.communication import step_volumes
+from megaasync.plan.sizes import REPLICAS, StageBuffers, StageSizes, activation_sizes, buffers_required
+from megaasync.plan.text import size_text
 from megaasync.schedules import (
     SCHEDULES,
     Costs,
@@ -26,9 +29,6 @@ from megaasync.schedules import (
     build_schedule,
     schedule_metrics,
 )
-from megaasync.train.communication import step_volumes
-from megaasync.train.plan_text import size_text
-from megaasync.train.sizes import REPLICAS, StageBuffers, StageSizes, activation_sizes, buffers_required
 
 _HOP = 0.3  # of a forward
 _GIB = 2**30

@@ -13,8 +13,8 @@ from megaasync.models.transformer import TIED_PARAMETER, is_moe_layer
 from megaasync.optim.expert_balance import NUM_LOSSES
 from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.pipeline.step_stats import StepStats
+from megaasync.plan.sizes import REPLICAS
 from megaasync.schedules import PipelineSchedule
-from megaasync.train.sizes import REPLICAS
 
 _LONG = 8  # bytes of an int64 or a float64
 

@@ -13,8 +13,8 @@ from megaasync.data.microbatches import Microbatch
 from megaasync.entry.spawn import spawn_ranks
 from megaasync.models.flops import flops_per_token
 from megaasync.models.transformer import DecoderStage
-from megaasync.train.plan import make_plan
-from megaasync.train.plan_text import render_plan, summarise_plan
+from megaasync.plan.plan import make_plan
+from megaasync.plan.text import render_plan, summarise_plan
 from tests.entry.test_text_values import SLURM
 from tests.support.cli import REPOSITORY, environment, pretrain, tool
 from tests.support.configs import BALANCED, small_config

@@ -1,4 +1,4 @@
-"""The house's rules, read with ast: imports go down only, no globals, torch stays out of the light rooms."""
+"""Rules of the code, read with ast: imports go down only, no global state, torch stays out of the light packages."""
 
 import ast
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megaasync"
 
-FLOOR = {
+LAYER = {
     "schedules": 0,
     "config": 1,
     "distributed": 2,
@@ -20,6 +20,7 @@ FLOOR = {
     "observe": 3,
     "models": 4,
     "pipeline": 5,
+    "plan": 6,
     "checkpoint": 6,
     "train": 7,
     "entry": 8,
@@ -30,7 +31,7 @@ FLOOR = {
 }
 
 
-def room_of(path: Path) -> str | None:
+def package_of(path: Path) -> str | None:
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return None if parts == ("__init__",) else parts[0]
 
@@ -54,20 +55,20 @@ def sources() -> list[Path]:
 
 
 def violations(path: Path) -> list[str]:
-    room, wrong = room_of(path), []
+    package, wrong = package_of(path), []
     for line, module in imported_modules(path):
         parts = module.split(".")
-        if parts[0] != "megaasync" or len(parts) == 1 or room is None:
+        if parts[0] != "megaasync" or len(parts) == 1 or package is None:
             continue
         other = parts[1]
-        if other != room and FLOOR[other] >= FLOOR[room]:
-            wrong.append(f"{path}:{line}: {room} (floor {FLOOR[room]}) imports {other} (floor {FLOOR[other]})")
+        if other != package and LAYER[other] >= LAYER[package]:
+            wrong.append(f"{path}:{line}: {package} (layer {LAYER[package]}) imports {other} (layer {LAYER[other]})")
     return wrong
 
 
-def test_every_room_has_a_floor():
-    rooms = {room_of(path) for path in sources()} - {None}
-    assert rooms == set(FLOOR)
+def test_every_package_has_a_layer():
+    packages = {package_of(path) for path in sources()} - {None}
+    assert packages == set(LAYER)
 
 
 def test_imports_go_down_only():
@@ -183,10 +184,10 @@ def test_light_modules_import_no_torch(module):
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("room", ["config", "schedules"])
-def test_floor_zero_is_standard_library_only(room):
+@pytest.mark.parametrize("package", ["config", "schedules"])
+def test_the_lowest_layers_are_standard_library_only(package):
     allowed = {*sys.stdlib_module_names, "megaasync"}
-    for path in (PACKAGE / room).glob("*.py"):
+    for path in (PACKAGE / package).glob("*.py"):
         for line, module in imported_modules(path):
             assert module.split(".")[0] in allowed, f"{path}:{line}: {module}"
 
