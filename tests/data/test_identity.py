@@ -261,7 +261,7 @@ def test_paths_mean_what_they_say(tmp_path, monkeypatch):
         ("a.jsonl", b'{"text": "x"}\n{"body": "x"}\n', r"a\.jsonl, line 2 has no such column; it has body"),
         ("a.jsonl", b'{"text": 7}\n', r"line 1 holds int, not text"),
         ("a.jsonl", b"[1]\n", r"line 1: holds list, not an object"),
-        ("a.jsonl.gz", gzip.compress(ROWS.encode())[:-12], "cannot be unpacked"),
+        ("a.jsonl.gz", gzip.compress(ROWS.encode(), mtime=0)[:-12], "cannot be unpacked"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_file_and_line(tmp_path, name, content, message):
