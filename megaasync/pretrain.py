@@ -62,7 +62,18 @@ def with_folder(config: Config, folder: Path) -> Config:
     return replace(config, run=replace(config.run, dir=str(folder)))
 
 
-def _check_world(config: Config, environment: RankEnvironment | None) -> None:
+def _check_place(config: Config, environment: RankEnvironment | None, *, is_from_folder: bool) -> None:
+    """Training may begin here: on the cluster that was asked for, with as many ranks as the layout has.
+
+    Raises:
+        ConfigError: it may not.
+    """
+    is_in_container = is_from_folder and config.cluster.name == "docker"
+    if config.cluster.name != "local" and environment is None and not is_in_container:
+        raise ConfigError(
+            f"cluster={config.cluster.name}: started bare, this host is not that cluster; set cluster=local, add "
+            "dry_run=true for a plan, or start it with srun or torchrun on the cluster"
+        )
     if environment is not None and environment.world_size != config.world_size:
         layout, launched = config.parallel_dims, environment.world_size
         others = replace(layout, data=1).world_size
@@ -246,7 +257,7 @@ def pretrain(
     environment, claim, began = None, None, perf_counter()
 
     def end(message: str, status: int, *, retryable: bool = False) -> None:
-        """Notify it and end, with a note for the batch script on whether another try may go well."""
+        """Print it and exit, with a note for the batch script on whether another try may go well."""
         if environment is None:
             fail(message, status=status)
         _end_rank(message, status, _job_folder(plain, claim), claim, retryable=retryable)
@@ -259,13 +270,7 @@ def pretrain(
         if config.dry_run:
             _print_plan(config)
             return
-        is_in_container = is_from_folder and config.cluster.name == "docker"
-        if config.cluster.name != "local" and environment is None and not is_in_container:
-            raise ConfigError(
-                f"cluster={config.cluster.name}: started bare, this host is not that cluster; set cluster=local, add "
-                "dry_run=true for a plan, or start it with srun or torchrun on the cluster"
-            )
-        _check_world(config, environment)
+        _check_place(config, environment, is_from_folder=is_from_folder)
         is_first = environment is None or environment.rank == 0
         prepared, claim = _prepare(config, is_first=is_first, writes_config=not is_from_folder)
         if claim is not None:

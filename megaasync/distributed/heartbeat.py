@@ -20,7 +20,7 @@ class HeartbeatFile:
             self._slots = mmap.mmap(file.fileno(), 0)
 
     def write(self, slot: int, count: int, what: str, *, seconds: float) -> None:
-        """Notify what a rank begins; a reader may see half of it, which does no harm."""
+        """Write what a rank begins; a reader may see half of it, which does no harm."""
         _SLOT.pack_into(self._slots, slot * _SLOT.size, count, seconds, what.encode()[:_TEXT_BYTES])
 
     def read(self, slot: int) -> tuple[int, float, str]:

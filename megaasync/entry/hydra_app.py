@@ -111,7 +111,7 @@ def explain(error: BaseException, *, show_keys: str = SHOW_KEYS) -> str:
 
 
 def fail(message: str, *, status: int) -> None:
-    """Notify it, without secrets, and leave. What was asked for, as an interrupt, is no error.
+    """Print it, without secrets, and exit. What was asked for, as an interrupt, is no error.
 
     Raises:
         SystemExit: always.

@@ -192,8 +192,8 @@ def spawn_ranks(
     with tempfile.TemporaryDirectory(dir=private_folder()) as meeting:
         processes, connections = [], []
         # whoever ignores a signal, as nohup does, goes on ignoring it
-        heeded = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
-        previous = {number: signal.signal(number, on_interrupt) for number in heeded}
+        handled = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, on_interrupt) for number in handled}
         try:
             context = _start_fork_server()
             board = make_heartbeat_file(Path(meeting) / "board", num_slots=world_size)

@@ -108,7 +108,7 @@ class StepStats:
         self.vector += other.vector
 
     def set_stop(self, stop: bool) -> None:
-        """Notify whether this rank asks to stop."""
+        """Set whether this rank asks to stop."""
         self.vector[_STOPS] = float(stop)
 
     def result(self, step: int, *, backward_done_at: float) -> StepResult:

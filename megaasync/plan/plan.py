@@ -179,19 +179,19 @@ def _estimates(
     flops = forward_flops(config.model, layers, with_head=layers.stop == config.model.num_layers)
     forward = activations.tokens * flops / config.parallel.tensor / (cluster.gpu_tflops * 1e12)
     layout = max(stage.layouts, key=lambda one: one.size)
-    reduced = gathered = 0.0
+    reduce_bytes = gather_bytes = 0.0
     for bucket in layout.buckets:
         size = config.parallel_dims.size(bucket.axes)
-        reduced += bucket.size * activations.exact * (size - 1) / size
-        gathered += bucket.size * activations.compute * (size - 1) / size
+        reduce_bytes += bucket.size * activations.exact * (size - 1) / size
+        gather_bytes += bucket.size * activations.compute * (size - 1) / size
     elementwise = layout.shard_size * 8 * activations.exact / _HBM_BYTES
     return {
         "forward": forward,
         "slack": figures.slack[index] * forward,
-        "reduction": reduced / (cluster.network_gbytes * 1e9),
+        "reduction": reduce_bytes / (cluster.network_gbytes * 1e9),
         "step": _newton_schulz_flops(stage, config) / (cluster.gpu_tflops * 1e12)
         + elementwise
-        + gathered / (cluster.network_gbytes * 1e9),
+        + gather_bytes / (cluster.network_gbytes * 1e9),
     }
 
 
@@ -231,6 +231,33 @@ def _warnings(config: Config, ranks: list[dict[str, Any]], *, is_asynchronous: b
     return found
 
 
+def _stage_line(
+    config: Config,
+    stage: _Stage,
+    needs: StageBuffers,
+    figures: ScheduleMetrics,
+    index: int,
+    activations: ActivationSizes,
+) -> dict[str, Any]:
+    """What the plan says of one stage, of the rank that holds most."""
+    sizes = _bytes_of(stage, needs, index, activations)
+    return {
+        "layers": [stage.sizes.layers.start, stage.sizes.layers.stop],
+        "parameters": sum(map(math.prod, stage.sizes.shapes.values())),
+        "parameters_per_rank": max(
+            sum(len(range(*layout.place_of(name).indices(layout.size))) for name in layout.names)
+            for layout in stage.layouts
+        ),
+        "weight_versions": needs.versions[index],
+        "microbatches_in_flight": needs.activations[index],
+        "bytes": sizes,
+        "total_bytes": sum(sizes.values()),
+        "slack_before_norm": figures.slack_before_norm[index],
+        "slack": figures.slack[index],
+        "seconds": _estimates(config, stage, figures, index, activations),
+    }
+
+
 def make_plan(config: Config) -> dict[str, Any]:
     """What plan.json holds.
 
@@ -256,29 +283,11 @@ def make_plan(config: Config) -> dict[str, Any]:
         total, active = total + count, active + used
         for name, shape in new.items():
             route = stage.sizes.routes[name]
-            line = routing.setdefault((type(route.rule).__name__, route.role.value, route.weight_decay), [0, 0])
-            line[0] += 1
-            line[1] += math.prod(shape)
-        sizes = _bytes_of(stage, needs, index, activations)
-        lines.append(
-            {
-                "stage": index,
-                "rank": schedule.rank_of_stage[index] * dims.size(REPLICAS),
-                "layers": [stage.sizes.layers.start, stage.sizes.layers.stop],
-                "parameters": sum(map(math.prod, shapes.values())),
-                "parameters_per_rank": max(
-                    sum(len(range(*layout.place_of(name).indices(layout.size))) for name in layout.names)
-                    for layout in stage.layouts
-                ),
-                "weight_versions": needs.versions[index],
-                "microbatches_in_flight": needs.activations[index],
-                "bytes": sizes,
-                "total_bytes": sum(sizes.values()),
-                "slack_before_norm": figures.slack_before_norm[index],
-                "slack": figures.slack[index],
-                "seconds": _estimates(config, stage, figures, index, activations),
-            }
-        )
+            sums = routing.setdefault((type(route.rule).__name__, route.role.value, route.weight_decay), [0, 0])
+            sums[0] += 1
+            sums[1] += math.prod(shape)
+        line = _stage_line(config, stage, needs, figures, index, activations)
+        lines.append({"stage": index, "rank": schedule.rank_of_stage[index] * dims.size(REPLICAS), **line})
     ranks = _ranks_of(lines, schedule)
     volumes = step_volumes(
         config,

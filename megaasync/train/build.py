@@ -13,7 +13,7 @@ from megaasync.checkpoint.writer import AsyncCheckpointWriter
 from megaasync.config.pipeline import phases_of
 from megaasync.config.schema import Config
 from megaasync.data.identity import Identity
-from megaasync.data.microbatches import DataShare, ValidationMicrobatches
+from megaasync.data.microbatches import DataShare, TokenSequences, ValidationMicrobatches
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.heartbeat import Heartbeat
@@ -76,6 +76,16 @@ def _recorder(config: Config, environment: RankEnvironment, device: torch.device
     )
 
 
+def _place(mesh: Mesh, groups: Groups, device: torch.device) -> RankPlace:
+    return RankPlace(
+        mesh.coordinate("pipeline"),
+        f"rank {mesh.rank}",
+        reports_loss=mesh.coordinate("tensor") == 0,
+        device=device,
+        group=groups.all,
+    )
+
+
 def _channels(config: Config, phases: tuple[Phase, ...], mesh: Mesh, groups: Groups, device: torch.device) -> Channels:
     """The rank's channels, connected."""
     parts = config.parallel.tensor if config.parallel.sequence_parallel else 1
@@ -100,6 +110,22 @@ def _channels(config: Config, phases: tuple[Phase, ...], mesh: Mesh, groups: Gro
     )
     channels.connect()
     return channels
+
+
+def _evaluator(config: Config, executor: Executor, tokens: TokenSequences | None, *, share: DataShare) -> Evaluator:
+    source = tokens and ValidationMicrobatches(
+        tokens,
+        micro_batch_size=config.train.micro_batch_size,
+        limit=config.train.eval_sequences,
+        device=executor.place.device,
+        share=share,
+    )
+    return Evaluator(
+        executor,
+        source,
+        error_feedback=config.correction.name == "error_feedback",
+        delay_compensation=config.correction.name == "taylor",
+    )
 
 
 def _checkpoints(
@@ -180,20 +206,9 @@ def build_trainer(
         notify=files.notify if files is not None else lambda line: None,
     )
     learning_rate = learning_rate_of(config)
-    stages = [
-        build_stage(
-            config,
-            schedule,
-            needs,
-            index=index,
-            mesh=mesh,
-            groups=groups,
-            device=device,
-            learning_rate=learning_rate,
-            kernels=kernels,
-        )
-        for index in schedule.stages_of(mesh.coordinate("pipeline"))
-    ]
+    made_of = {"mesh": mesh, "groups": groups, "device": device, "learning_rate": learning_rate, "kernels": kernels}
+    mine = schedule.stages_of(mesh.coordinate("pipeline"))
+    stages = [build_stage(config, schedule, needs, index=index, **made_of) for index in mine]
     share = DataShare(config.parallel_dims.index(mesh.rank, ("data", "expert")), config.data_ranks)
     recorder = _recorder(config, environment, device)
     runner = StepRunner(
@@ -209,28 +224,9 @@ def build_trainer(
         training_source(config, tokens.train, share=share, device=device),
         runner,
         _channels(config, phases, mesh, groups, device),
-        place=RankPlace(
-            mesh.coordinate("pipeline"),
-            f"rank {mesh.rank}",
-            reports_loss=mesh.coordinate("tensor") == 0,
-            device=device,
-            group=groups.all,
-        ),
+        place=_place(mesh, groups, device),
         recorder=recorder,
         heartbeat=Heartbeat(environment.board, slot=environment.local_rank),
-    )
-    validation = tokens.validation and ValidationMicrobatches(
-        tokens.validation,
-        micro_batch_size=config.train.micro_batch_size,
-        limit=config.train.eval_sequences,
-        device=device,
-        share=share,
-    )
-    evaluator = Evaluator(
-        executor,
-        validation,
-        error_feedback=config.correction.name == "error_feedback",
-        delay_compensation=config.correction.name == "taylor",
     )
     checkpoints = None
     if files is not None and (config.checkpoint.interval is not None or files.resume is not None):
@@ -241,7 +237,7 @@ def build_trainer(
         config,
         phases,
         executor,
-        evaluator,
+        _evaluator(config, executor, tokens.validation, share=share),
         observer=observer,
         checkpoints=checkpoints,
         began=began,

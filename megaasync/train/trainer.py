@@ -286,9 +286,9 @@ class Trainer:
         mine = (list(self.executor.recorder.spans), self.executor.recorder.pauses, _peak_memory(), self._requeue)
         parts = [mine]
         if dist.is_initialized():
-            gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-            dist.gather_object(mine, gathered)
-            parts = gathered or parts
+            everywhere = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(mine, everywhere)
+            parts = everywhere or parts
         rate = None
         here = done - self._start
         if len(self._finish_times) == 2 and here > 1:

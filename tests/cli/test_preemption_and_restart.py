@@ -367,8 +367,8 @@ def test_a_changed_byte_is_found_before_it_is_used(tmp_path, with_two):
     changed[len(changed) // 2] ^= 1
     shard.write_bytes(changed)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    wish = f"checkpoint.resume={with_two / 'step_00000008'}"
-    ran = pretrain(*RECIPE, "train.steps=12", "run.dir=run", wish, cwd=tmp_path)
+    requested = f"checkpoint.resume={with_two / 'step_00000008'}"
+    ran = pretrain(*RECIPE, "train.steps=12", "run.dir=run", requested, cwd=tmp_path)
     assert ran.status == 2 and f"{shard.name} was changed after it was written" in ran.message, ran.err
     assert "checkpoint.resume=FOLDER" in ran.message and "Traceback" not in ran.err
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before, "rows went before the checksums were looked at"

@@ -252,13 +252,13 @@ def test_the_plans_seconds_by_hand():
     padded = stage["bytes"]["gradients"] / stage["weight_versions"] / 4  # with what makes shares even
     assert size <= padded < 1.1 * size
     assert stage["seconds"]["reduction"] * 10e9 == pytest.approx(size * 4 / 2, rel=0.1)
-    gathered = size * 2 / 2
+    all_gathers = size * 2 / 2
     iterations = config.optimizer.newton_schulz_steps
     matrices = [(d, d)] * (2 * layers) + [(d, kv)] * (2 * layers) + [(d, ffn)] * (3 * layers)
     schulz = iterations * sum(4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3 for m in matrices)
     step = stage["seconds"]["step"]
-    most = schulz / 100e12 + gathered * 1.1 / 10e9 + size * 8 * 4 / 3e12
-    least = schulz / 4 / 100e12 + gathered / 10e9  # shared by four ranks at best
+    most = schulz / 100e12 + all_gathers * 1.1 / 10e9 + size * 8 * 4 / 3e12
+    least = schulz / 4 / 100e12 + all_gathers / 10e9  # shared by four ranks at best
     assert least < step < most
 
 
