@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megaasync.checkpoint.paths import checkpoints_in
-from tests.cli.test_preemption_and_restart import RECIPE, assert_same_end
-from tests.cli.test_runs import ranks_of, wait_for_step
 from tests.support.cli import environment, metrics, pretrain, summary
+from tests.support.long_runs import ranks_of, wait_for_step
+from tests.support.restarts import RECIPE, assert_same_end
 from tests.support.tiers import slow_params
 
 STEPS = ["train.steps=12", "run.dir=run", "parallel.timeout_seconds=5"]

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from tests.cli.test_preemption_and_restart import numbers
 from tests.support.cli import TINY, metrics, pretrain, tool
+from tests.support.restarts import numbers
 
 DENSE = [*(one for one in TINY if ".moe." not in one and "data" not in one), "model=tiny_dense", "model.num_layers=1"]
 RUN = [*DENSE, "schedule=2bw", "optimizer=adamw", "checkpoint.interval=4"]

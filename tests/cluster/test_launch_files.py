@@ -15,7 +15,7 @@ from megaasync.config.secrets import is_secret, redacted, take_secrets
 from megaasync.data.indexed_dataset import IndexedDataset
 from megaasync.entry.hydra_app import _note_secrets
 from megaasync.entry.run_config import read_run_config
-from tests.cluster.test_script import SLURM, launch
+from tests.cluster.test_launch import SLURM, launch
 from tests.support.cli import REPOSITORY, TINY, environment
 
 SECRET = "s3cr3t-0123456789abcdef"

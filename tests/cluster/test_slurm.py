@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megaasync.checkpoint.paths import checkpoints_in
-from tests.cli.test_preemption_and_restart import RECIPE, assert_same_end
 from tests.support.cli import environment, metrics, pretrain, summary
+from tests.support.restarts import RECIPE, assert_same_end
 from tests.support.slurm import slurm_cluster
 
 pytestmark = pytest.mark.slow("cluster")

@@ -12,6 +12,7 @@ import torch
 from torch.func import functional_call
 
 from megaasync.config import Config
+from megaasync.config.schema import Taylor
 from megaasync.data.microbatches import Microbatch, TokenSequences, TrainingMicrobatches
 from megaasync.data.synthetic import MarkovSource
 from megaasync.models.initialize import initialize_
@@ -114,6 +115,63 @@ class Counts:
         return bias + rate * torch.sign(counts.mean() - counts), counts / counts.sum()
 
 
+def model_and_data(config: Config) -> tuple[DecoderStage, TrainingMicrobatches]:
+    """The whole model in float64 with its initial weights, and the microbatches."""
+    torch.set_default_dtype(torch.float64)
+    model = DecoderStage(config.model, range(config.model.num_layers))
+    torch.set_default_dtype(torch.float32)
+    initialize_(dict(model.named_parameters()), config.model, seed=config.train.seed)
+    chain = MarkovSource(vocab_size=config.model.vocab_size, branching=config.data.branching, seed=config.train.seed)
+    tokens = chain.tokens(num_tokens=config.data.num_tokens, stream=0)
+    sequences = TokenSequences(
+        tokens, seq_length=config.model.seq_length, vocab_size=config.model.vocab_size, name="reference"
+    )
+    data = TrainingMicrobatches(
+        sequences,
+        micro_batch_size=config.train.micro_batch_size,
+        num_microbatches=config.num_microbatches,
+        seed=config.train.seed,
+        device=torch.device("cpu"),
+    )
+    return model, data
+
+
+def loss_and_gradients(
+    model: DecoderStage, weights: Tensors, buffers: Tensors, batch: list[Microbatch], *, tie_weights: bool
+) -> tuple[torch.Tensor, Tensors]:
+    """Means over the batch's tokens; the routers' losses are sums over tokens, and count in the gradients."""
+    inputs = {**weights, **buffers}
+    loss = sum(functional_call(model, inputs, (None, one), tie_weights=tie_weights) for one in batch)
+    num_tokens = sum(one.mask_BS.numel() for one in batch)
+    gradients = torch.autograd.grad(loss, weights.values())
+    return loss / num_tokens, {name: g / num_tokens for name, g in zip(weights, gradients, strict=True)}
+
+
+def named_buffers(of_routers: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Tensors:
+    """Biases and fractions by their names in the model."""
+    kinds = ("bias_E", "fractions_E")
+    return {f"{name}.{kind}": one for name, pair in of_routers.items() for kind, one in zip(kinds, pair)}
+
+
+def clip_(gradients: Tensors, stages: dict[str, int], largest: float) -> None:
+    """By the norm of all gradients of a stage; all are of stage 0 where clipping is global."""
+    for stage in set(stages.values()):
+        names = [name for name in gradients if stages[name] == stage]
+        norm = math.sqrt(sum(gradients[name].square().sum().item() for name in names))
+        for name in names:
+            gradients[name] = gradients[name] * min(1.0, largest / norm)
+
+
+def compensate_(gradients: Tensors, states: dict[str, Tensors], correction: Taylor, moved: Tensors) -> None:
+    """DC-ASGD: by how far the newest weights are from those that the gradients were taken at."""
+    for name, one in gradients.items():
+        strength = torch.tensor(correction.strength, dtype=torch.float64)
+        if correction.adaptive:
+            states[name]["dc"] = 0.95 * states[name].get("dc", 0) + 0.05 * one**2
+            strength = strength / (states[name]["dc"] + 1e-7).sqrt()
+        gradients[name] = one + strength * one**2 * moved[name]
+
+
 def reference_run(
     config: Config,
     *,
@@ -133,23 +191,8 @@ def reference_run(
         fault: a deliberate mistake.
         skipped: batches whose gradients are left out: no update, and the version after them is z.
     """
-    torch.set_default_dtype(torch.float64)
-    model = DecoderStage(config.model, range(config.model.num_layers))
-    torch.set_default_dtype(torch.float32)
-    initialize_(dict(model.named_parameters()), config.model, seed=config.train.seed)
-    chain = MarkovSource(vocab_size=config.model.vocab_size, branching=config.data.branching, seed=config.train.seed)
-    tokens = chain.tokens(num_tokens=config.data.num_tokens, stream=0)
-    m, o, T = config.num_microbatches, config.optimizer, config.train.steps
-    sequences = TokenSequences(
-        tokens, seq_length=config.model.seq_length, vocab_size=config.model.vocab_size, name="reference"
-    )
-    data = TrainingMicrobatches(
-        sequences,
-        micro_batch_size=config.train.micro_batch_size,
-        num_microbatches=m,
-        seed=config.train.seed,
-        device=torch.device("cpu"),
-    )
+    model, data = model_and_data(config)
+    o, T = config.optimizer, config.train.steps
     error_feedback = config.correction.name == "error_feedback"
     z = {name: p.detach().clone() for name, p in model.named_parameters()}
     delays = [delay] if isinstance(delay, int) else delay
@@ -176,25 +219,14 @@ def reference_run(
             version = max(t - delay_of[f"{name}.weight"], first) if is_delayed else t
             used[f"{name}.bias_E"], used[f"{name}.fractions_E"] = buffers[version][name]
         counts = Counts(routers)
-        inputs = {**weights, **used}
-        loss = sum(
-            functional_call(model, inputs, (None, data.get(t, i)), tie_weights=head_delay is None) for i in range(m)
-        )
-        num_tokens = m * config.train.micro_batch_size * config.model.seq_length
-        # of the sum: the routers' losses are sums over tokens beside it
-        gradients = torch.autograd.grad(loss, weights.values())
-        g = {name: gradient / num_tokens for name, gradient in zip(weights, gradients, strict=True)}
-        loss = loss / num_tokens
+        batch = [data.get(t, i) for i in range(config.num_microbatches)]
+        loss, g = loss_and_gradients(model, weights, used, batch, tie_weights=head_delay is None)
         buffers.append({name: counts.follow(name, *buffers[-1][name], config) for name in routers})
         if head_delay is not None:
             g["embedding.weight"] = g["embedding.weight"] + g.pop("head.weight")
         losses.append(loss.item())
         norms.append(math.sqrt(sum(one.square().sum().item() for one in g.values())))
-        for stage in set(clip_stages.values()):
-            names = [name for name in g if clip_stages[name] == stage]
-            norm = math.sqrt(sum(g[name].square().sum().item() for name in names))
-            for name in names:
-                g[name] = g[name] * min(1.0, (config.train.clip_grad_norm or math.inf) / norm)
+        clip_(g, clip_stages, config.train.clip_grad_norm or math.inf)
         if t in skipped:
             x.append(dict(z))
             zs.append(dict(z))
@@ -202,12 +234,7 @@ def reference_run(
         if fault == "no settling" and max(delays) > 0 and t == T - 1:
             break
         if config.correction.name == "taylor":  # without a delay there is no difference of weights
-            for name, one in g.items():
-                strength = torch.tensor(config.correction.strength, dtype=torch.float64)
-                if config.correction.adaptive:
-                    states[name]["dc"] = 0.95 * states[name].get("dc", 0) + 0.05 * one**2
-                    strength = strength / (states[name]["dc"] + 1e-7).sqrt()
-                g[name] = one + strength * one**2 * (x[-1][name] - weights[name].detach())
+            compensate_(g, states, config.correction, {name: x[-1][name] - w.detach() for name, w in weights.items()})
         new_x, count = {}, t + 1 - sum(step < t for step in skipped)
         is_handed_on = t == end - 1 < T - 1  # another phase starts from these weights
         for name in list(z):
@@ -219,10 +246,7 @@ def reference_run(
             new_x[name] = z[name] - ahead * u
         x.append(new_x)
         zs.append(dict(z))
-    named = [
-        {f"{name}.{kind}": one for name, pair in at.items() for kind, one in zip(("bias_E", "fractions_E"), pair)}
-        for at in buffers
-    ]
+    named = [named_buffers(at) for at in buffers]
     return Reference(losses, norms, {name: w.numpy() for name, w in z.items()}, zs, x, model, named)
 
 

@@ -24,8 +24,8 @@ from megaasync.train.output import RunOutput
 from megaasync.train.trainer import TrainOutcome
 from tests.entry.test_text_values import SLURM
 from tests.parity.reference import largest_gap, reference_run, validation_loss
-from tests.pipeline.test_executor import build
 from tests.support.configs import small_config
+from tests.support.engine import build
 from tests.support.runs import run
 
 TOLERANCE = 1e-9

@@ -21,8 +21,8 @@ from megaasync.optim.routing import route_parameters
 from megaasync.optim.sharded_reducer import ShardedReducer
 from megaasync.optim.stage_optimizer import StageOptimizer
 from tests.parity.test_mesh import ODD, assert_layout_changes_nothing, config_of
-from tests.pipeline.test_executor import build
 from tests.support.configs import small_config
+from tests.support.engine import build
 from tests.support.runs import assert_same_run, run
 
 GATE = "layers.1.mlp.experts.gate"

@@ -7,7 +7,7 @@ from megaasync.config.pipeline import phases_of
 from megaasync.distributed.groups import leave_group
 from megaasync.entry.spawn import spawn_ranks
 from tests.parity.test_mesh import DENSE, ODD, config_of
-from tests.pipeline.test_executor import build
+from tests.support.engine import build
 from tests.support.tiers import slow_params
 
 STEPS = 20

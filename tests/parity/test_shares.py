@@ -16,7 +16,7 @@ from megaasync.optim import matrix_rules
 from megaasync.optim.newton_schulz import orthogonalize
 from megaasync.plan.plan import make_plan
 from tests.parity.test_mesh import DENSE, ODD, config_of
-from tests.pipeline.test_executor import build
+from tests.support.engine import build
 from tests.support.runs import run_rank
 
 
