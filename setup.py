@@ -1,19 +1,22 @@
 """Packaging: the library, and hydra_configs as its package data."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+version = re.search(r'^__version__ = "(.+)"$', Path("megaasync/__init__.py").read_text(), re.MULTILINE).group(1)
 CONFIGS = "megaasync.hydra_configs"
 config_groups = [folder.name for folder in Path("hydra_configs").iterdir() if folder.is_dir()]
 
 setup(
     name="megaasync",
-    version="0.1.0",
+    version=version,
     description="Pretraining of Mixture-of-Experts language models with asynchronous pipeline parallelism",
     long_description=Path("README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords=["pretraining", "pipeline parallelism", "asynchronous", "mixture of experts", "muon"],
     python_requires=">=3.10",
     packages=[
         *find_packages(include=["megaasync", "megaasync.*"]),
@@ -22,7 +25,7 @@ setup(
     ],
     # The configs stand at the top of the repository and travel inside the package.
     package_dir={CONFIGS: "hydra_configs"},
-    package_data={"": ["*.yaml"]},
+    package_data={"": ["*.yaml"], "megaasync": ["py.typed"]},
     install_requires=[
         # The upper bound keeps pip on the version that the project is tested with; see docs/install.md.
         "torch>=2.11,<2.14",
@@ -54,6 +57,10 @@ setup(
         ],
     },
     entry_points={
-        "console_scripts": ["megaasync-pretrain=megaasync.pretrain:main", "megaasync-launch=megaasync.launch:main"]
+        "console_scripts": [
+            "megaasync=megaasync.__main__:main",
+            "megaasync-pretrain=megaasync.pretrain:main",
+            "megaasync-launch=megaasync.launch:main",
+        ]
     },
 )

@@ -1,29 +1,48 @@
-"""python -m megaasync: what there is."""
+"""megaasync COMMAND ...: one entry point for the commands; without one it lists them."""
 
+import importlib
 import sys
 
 import megaasync
 from megaasync.entry.console import tolerate_console
 
-_COMMANDS = {
-    "python -m megaasync.pretrain": "one run; dry_run=true prints its plan, -m makes a sweep",
-    "python -m megaasync.launch": "write and submit the whole cluster job of a run",
-    "python -m megaasync.checkpoint": "list, verify or describe checkpoints",
-    "python tools/preprocess_data.py": "text to token files, from a checkout",
-    "python tools/train_tokenizer.py": "a tokenizer from text",
-    "python tools/draw_schedule.py": "a schedule as a picture",
-    "python tools/bench_pipeline.py": "every schedule's throughput side by side",
-    "python tools/delay_study.py": "optimizers under delay",
+# command -> (module with a `main`, arguments that come first, what it does)
+COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "pretrain": ("megaasync.pretrain", (), "one run; -m makes a sweep"),
+    "plan": ("megaasync.pretrain", ("dry_run=true",), "what a run will need, without starting it"),
+    "launch": ("megaasync.launch", (), "write and submit the whole cluster job of a run"),
+    "checkpoint": ("megaasync.checkpoint.__main__", (), "list, verify or describe checkpoints"),
 }
+_TOOLS = {
+    "tools/preprocess_data.py": "text to token files",
+    "tools/train_tokenizer.py": "a tokenizer from text",
+    "tools/draw_schedule.py": "a schedule as a picture",
+    "tools/bench_pipeline.py": "every schedule's throughput side by side",
+    "tools/delay_study.py": "optimizers under delay",
+}
+
+
+def _list() -> None:
+    print(f"megaasync {megaasync.__version__}: pretraining with asynchronous pipeline parallelism\n")
+    for command, (_, _, does) in COMMANDS.items():
+        print(f"  megaasync {command:24} {does}")
+    for tool, does in _TOOLS.items():
+        print(f"  python {tool:27} {does}, from a checkout")
+    print("\nEach has --help. python -m megaasync.pretrain and python -m megaasync.launch do the same.")
 
 
 def main() -> int:
     """Entry point; returns the exit status."""
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command in COMMANDS:
+        module, first, _ = COMMANDS[command]
+        sys.argv = [f"megaasync {command}", *first, *sys.argv[2:]]
+        return importlib.import_module(module).main() or 0
     tolerate_console()
-    print(f"megaasync {megaasync.__version__}: pretraining with asynchronous pipeline parallelism\n")
-    for command, does in _COMMANDS.items():
-        print(f"  {command:34} {does}")
-    print("\nEach has --help.")
+    if command and command not in ("-h", "--help", "--version"):
+        print(f"error: {command}: no such command; megaasync --help lists them", file=sys.stderr)
+        return 2
+    _list()
     return 0
 
 

@@ -102,10 +102,24 @@ def test_help_explains_every_key():
 
 def test_version_and_what_there_is(tmp_path):
     assert pretrain("--version", cwd=tmp_path).out.startswith("megaasync 0.")
-    ran = subprocess.run(
-        [sys.executable, "-m", "megaasync"], cwd=tmp_path, env=environment(), capture_output=True, text=True
-    )
-    assert ran.returncode == 0 and "python -m megaasync.launch" in ran.stdout
+    ran = megaasync(cwd=tmp_path)
+    assert ran.returncode == 0 and "megaasync launch" in ran.stdout
+
+
+def megaasync(*arguments, cwd):
+    words = [sys.executable, "-m", "megaasync", *arguments]
+    return subprocess.run(words, cwd=cwd, env=environment(), capture_output=True, text=True)
+
+
+def test_one_entry_point_has_the_commands(tmp_path):
+    planned = megaasync("plan", "model=tiny_dense", f"run.dir={tmp_path / 'run'}", cwd=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"plan.json"}
+    assert megaasync("checkpoint", "list", ".", cwd=tmp_path).returncode == 2
+    wrong = megaasync("pretrain", "model=tiny", cwd=tmp_path)
+    assert wrong.returncode == 2 and "model=tiny: unknown model" in wrong.stderr
+    unknown = megaasync("train", cwd=tmp_path)
+    assert unknown.returncode == 2 and unknown.stderr == "error: train: no such command; megaasync --help lists them\n"
 
 
 def test_ctrl_c_in_the_first_second_is_quiet(tmp_path):
