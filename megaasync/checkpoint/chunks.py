@@ -67,7 +67,7 @@ class TensorChunks:
     chunks: dict[Shape, Tensor] = field(default_factory=dict)
 
     def size(self) -> torch.Size:
-        """Of the whole."""
+        """Shape of the whole tensor, as torch.distributed.checkpoint asks for it."""
         return torch.Size(self.shape)
 
     def add_run(self, run: Tensor, *, local_shape: Shape, local_offsets: Sequence[int], start: int) -> None:
@@ -84,14 +84,14 @@ class TensorChunks:
             self.chunks[place] = run[first - start : first - start + math.prod(sizes)].view(sizes)
 
     def to_host(self) -> "TensorChunks":
-        """The same in memory of the host that nobody else writes to."""
+        """Copy the chunks into host memory that nobody else writes to."""
         return TensorChunks(
             self.shape, self.dtype, {k: b.detach().to("cpu", copy=True) for k, b in self.chunks.items()}
         )
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's boxes."""
+        """Bytes of this rank's chunks."""
         return sum(box.nbytes for box in self.chunks.values())
 
     def _chunk(self, offsets: Shape) -> ChunkStorageMetadata:

@@ -24,7 +24,7 @@ _BLOCK = 1 << 22
 
 
 def folder_name(step: int) -> str:
-    """step_00000100."""
+    """Name of the folder of a step, as step_00000100."""
     return f"step_{step:08d}"
 
 

@@ -142,7 +142,7 @@ def merge_state_dicts(parts: Sequence[ShardedStateDict]) -> ShardedStateDict:
 
 
 def bytes_of(entries: ShardedStateDict) -> int:
-    """Of this rank's pieces."""
+    """Bytes of this rank's chunks of all tensors."""
     return sum(pieces.nbytes for pieces in entries.values())
 
 

@@ -125,7 +125,7 @@ class JsonReader(dcp.FileSystemReader):
     """torch's reader, which takes from JSON what torch takes from a pickle; tensors are read with weights_only."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """What lies where.
+        """Read which chunk of which tensor lies in which file.
 
         Raises:
             ConfigError: it cannot be read.

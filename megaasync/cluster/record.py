@@ -55,7 +55,7 @@ def environment_record(package: Path, *, command: str) -> dict[str, Any]:
 
 
 def code_hash(package: Path) -> str:
-    """Of every Python file of the package, names included; the same for a checkout and for what is installed of it."""
+    """Hash every Python file of the package with its name; a checkout and an installation of it have the same hash."""
     found = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         found.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")

@@ -28,7 +28,7 @@ def decisive(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_hash(config: Config) -> str:
-    """Of what a run computes; not of where it runs."""
+    """Hash what decides a run's numbers, and not where it runs or what it writes."""
     return hashlib.sha256(json.dumps(decisive(to_plain(config)), sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -17,7 +17,7 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return math.prod(astuple(self))
 
     def size(self, axes: tuple[str, ...]) -> int:

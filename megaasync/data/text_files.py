@@ -155,7 +155,7 @@ def _paragraphs(lines: Iterator[tuple[int, str]]) -> Iterator[str]:
 
 
 def _json_texts(lines: Iterator[tuple[int, str]], path: Path, field: str) -> Iterator[str]:
-    """Of one object a line, or of one list of objects."""
+    """Texts of a file with one object a line, or of one list of objects."""
     for number, line in lines:
         if not line.strip():
             continue

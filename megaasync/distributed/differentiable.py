@@ -54,7 +54,7 @@ def _same(x: Tensor, group: RankGroup) -> Tensor:
 
 
 def copy_to_ranks(x: Tensor, group: RankGroup) -> Tensor:
-    """The same on all ranks; gradients, of which each rank has a part, are summed."""
+    """Pass on a tensor that is equal on all ranks; the backward sums the gradients, of which each rank has a part."""
     return _Pair.apply(x, group, _same, summed)
 
 

@@ -132,7 +132,7 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def current_overrides() -> tuple[str, ...]:
-    """Of the run whose config was composed last, as the user typed them; in a sweep with the values of this run."""
+    """Overrides of the run whose config was composed last, as typed; in a sweep with this run's values."""
     return tuple(redacted(one, variables()) for one in HydraConfig.get().overrides.task)
 
 

@@ -29,7 +29,7 @@ def _bases() -> Iterator[Path]:
 
 @cache
 def _prefix() -> str:
-    """Of folders that were made since this host was started: on a shared disk, locks of another host are not seen."""
+    """Prefix of folders made since this host was started: on a shared disk, locks of another host are not seen."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return f"megaasync-{hashlib.sha256(f'{socket.gethostname()} {boot}'.encode()).hexdigest()[:6]}-"

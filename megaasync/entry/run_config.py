@@ -52,7 +52,7 @@ def _others(arguments: Sequence[str]) -> list[str]:
 
 
 def sha256_of(content: bytes) -> str:
-    """Of a config.yaml, as `megaasync.launch` records it."""
+    """Hash the bytes of a config.yaml, as `megaasync.launch` records it."""
     return hashlib.sha256(content).hexdigest()
 
 

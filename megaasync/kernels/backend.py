@@ -48,7 +48,7 @@ class Kernels(Protocol):
         """[..., in] to [..., out]; `weight` [out, in], no bias."""
 
     def row_linear(self, in_features: int, out_features: int, tensor: TensorSplit) -> nn.Module:
-        """The same of a layer whose inputs are split: [B, S, in of this rank] to the ranks' sum [B, S, out].
+        """A linear layer whose inputs are split: [B, S, in of this rank] to the ranks' sum [B, S, out].
 
         Under sequence parallelism to this rank's part of it, [B, S / size, out].
         """

@@ -233,7 +233,7 @@ class TransformerEngineKernels:
         return self._splitting(module)
 
     def norm(self, hidden_size: int, *, eps: float, tensor: TensorSplit) -> nn.Module:
-        """Fused."""
+        """RMSNorm in one fused kernel."""
         return self._te.RMSNorm(
             normalized_shape=hidden_size,
             eps=eps,
@@ -310,7 +310,7 @@ class TransformerEngineKernels:
         return counts_E.cpu()
 
     def permute(self, x_TD: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Fused."""
+        """Rows sorted by expert, in one fused kernel."""
         return self._te.moe_permute(
             inp=x_TD,
             routing_map=experts_TK.to(torch.int32),

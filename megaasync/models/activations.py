@@ -88,7 +88,7 @@ def _moe(config: ModelConfig, sizes: ActivationSizes) -> float:
 
 
 def layer_bytes(config: ModelConfig, layer: int, sizes: ActivationSizes) -> float:
-    """Of one layer and one microbatch on one rank."""
+    """Bytes that one layer keeps of one microbatch, on one rank."""
     if sizes.recompute == "full":
         return sizes.between * config.hidden_size * sizes.compute
     total = 2 * _norm(config, sizes) + _attention(config, sizes)
@@ -98,7 +98,7 @@ def layer_bytes(config: ModelConfig, layer: int, sizes: ActivationSizes) -> floa
 
 
 def stage_bytes(config: ModelConfig, layers: range, sizes: ActivationSizes) -> int:
-    """Of one stage and one microbatch on one rank; the last stage's are with the gradients that the loss has made."""
+    """Bytes that a stage keeps of one microbatch, on one rank; on the last, with the gradients that the loss made."""
     total = (
         sum(layer_bytes(config, layer, sizes) for layer in layers) + sizes.tokens * sizes.mask_length * sizes.compute
     )

@@ -27,7 +27,7 @@ def head_cost(config: ModelConfig) -> float:
 
 
 def embedding_cost(config: ModelConfig) -> float:
-    """Of the embedding, per token: it copies a row, which is counted as one operation per element."""
+    """Operations of the embedding per token: it copies a row, one operation per element."""
     return config.hidden_size
 
 

@@ -27,7 +27,7 @@ class Linear(nn.Module):
 
 
 class RowLinear(Linear):
-    """The same of inputs that are split over tensor-parallel ranks, with their sum after it."""
+    """A linear layer whose inputs are split over tensor-parallel ranks, with the sum over them."""
 
     def __init__(self, in_features: int, out_features: int, tensor: TensorParallel) -> None:
         super().__init__(in_features, out_features)

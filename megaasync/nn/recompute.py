@@ -24,7 +24,7 @@ class RecomputeHandle:
         self._value: Tensor | None = None
 
     def expect(self) -> "RecomputeHandle":
-        """Somebody saves it."""
+        """Note that one more saved tensor refers to this handle."""
         self._users += 1
         return self
 
@@ -92,7 +92,7 @@ class Recompute:
 
     @staticmethod
     def unpack_hook(kept: Any) -> Tensor:
-        """The hook's reverse."""
+        """A hook of autograd: the tensor again, recomputed if it was not kept."""
         if isinstance(kept, Tensor):
             return kept
         recipe, shape = kept

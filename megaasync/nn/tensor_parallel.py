@@ -60,7 +60,7 @@ class TensorParallel:
         return take_part(x_BSD, self.group)
 
     def leave_tokens(self, x_BSD: Tensor) -> Tensor:
-        """Back from `enter_tokens`."""
+        """From what `enter_tokens` gave back to what is held between layers."""
         if self.size == 1 or self.sequence_parallel:
             return x_BSD
         return join_parts(x_BSD, self.group)

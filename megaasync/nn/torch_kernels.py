@@ -72,7 +72,7 @@ class TorchKernels:
         return added_BSS.masked_fill_(allowed_BSS, 0.0).unsqueeze(1)
 
     def expert_linear(self, num_experts: int, in_features: int, out_features: int) -> nn.Module:
-        """A grouped matmul."""
+        """Linear layers of all experts in one grouped matrix product."""
         return _ExpertLinear()
 
     def topk_routing(self, logits_TE: Tensor, bias_E: Tensor, config: RouterConfig) -> tuple[Tensor, Tensor]:
@@ -85,11 +85,11 @@ class TorchKernels:
         return weights_TK, experts_TK
 
     def tokens_per_expert(self, counts_E: Tensor) -> Tensor:
-        """As they are: on the device."""
+        """[E] as it is: the grouped product reads it on the device."""
         return counts_E
 
     def permute(self, x_TD: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """One gather."""
+        """Rows sorted by expert, by one gather."""
         return copies_by_expert(x_TD, experts_TK)
 
     def unpermute(self, y_RD: Tensor, order: Tensor, weights_TK: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class TorchKernels:
         return losses_C, logits_CV.scatter_add_(1, column_C1, -here_C.to(logits_CV.dtype).unsqueeze(-1))
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Nothing is set."""
+        """A context that changes nothing."""
         return nullcontext()
 
     def checkpoint(self, module: nn.Module, x: Tensor, *others: Any) -> Tensor:

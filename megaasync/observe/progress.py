@@ -50,7 +50,7 @@ def render_line(row: Mapping[str, Any], *, steps: int, rate: float, seconds: flo
 def render_live_line(
     row: Mapping[str, Any], *, steps: int, rate: float, seconds: float, seconds_left: float | None
 ) -> str:
-    """The same in at most 79 letters; arguments as of `render_line`."""
+    """A line as `render_line` makes it, in at most 79 letters."""
     left = "" if seconds_left is None else f" left {_clock(seconds_left)}"
     return (
         f"{row['step']}/{steps} loss {row['loss']:.3f} lr {_short(row['lr'])} norm {row['grad_norm']:.3g} "

@@ -16,7 +16,7 @@ NUM_STATS = 2 + NUM_LOSSES
 
 
 class ExpertBalance:
-    """Of the routers of one stage; it is their observer.
+    """Counts the loads of the experts of one stage, and moves their routers' biases.
 
     Attributes:
         bias_LE: [L, E] added to the scores for the choice, newest.
@@ -74,7 +74,7 @@ class ExpertBalance:
         """[L, E] of a batch not absorbed yet, a view."""
         return self._by_step[step][:-NUM_LOSSES].view_as(self.bias_LE)
 
-    def figures(self, step: int) -> Tensor:
+    def stats(self, step: int) -> Tensor:
         """[5] float64: over the layers, sum of the largest load over the mean load; number of layers; losses."""
         counts_LE = self.counts(step)
         largest = (counts_LE.amax(dim=1) / counts_LE.mean(dim=1).clamp_min(1e-30)).sum()

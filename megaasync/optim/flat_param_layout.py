@@ -79,7 +79,7 @@ class ParamGroup:
         return self._shaped(flat[self.start : self.end])
 
     def view_shard(self, shard: Tensor) -> Tensor:
-        """The same of a buffer of this rank's shards."""
+        """[n, rows, cols] or [n] of a buffer that holds this rank's shards only."""
         return self._shaped(shard[self.shard_offset : self.shard_offset + self.end - self.start])
 
     @property
@@ -117,7 +117,7 @@ class Bucket:
 
     @property
     def local_shard(self) -> slice:
-        """This rank's shard."""
+        """Where this rank's shard lies in the flat buffer."""
         return self.shards[self.index]
 
     @property

@@ -24,7 +24,7 @@ class LrShape:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> "LrShape":
-        """Of a config's train group."""
+        """The shape that a config's train group asks for."""
         return cls(
             config.lr_schedule,
             config.lr_schedule_steps or config.steps,
@@ -35,7 +35,7 @@ class LrShape:
 
     @classmethod
     def of_plain(cls, train: Mapping[str, Any]) -> "LrShape":
-        """Of the train group that a checkpoint has written down; an older one has no lr_schedule_steps."""
+        """The shape in a train group that a checkpoint has written down; an older one has no lr_schedule_steps."""
         horizon = train.get("lr_schedule_steps") or train["steps"]
         return cls(train["lr_schedule"], horizon, train["warmup_steps"], train["final_lr_ratio"], train["decay_steps"])
 

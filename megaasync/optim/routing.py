@@ -80,7 +80,7 @@ def rules_of(optimizer: OptimizerConfig) -> tuple[UpdateRule, UpdateRule | None]
 
 
 def route_parameters(roles: Mapping[str, Role], optimizer: OptimizerConfig) -> dict[str, Route]:
-    """The routing table.
+    """Assign each parameter its rule and weight decay.
 
     Norms and other vectors get no weight decay; everything else does. Under matrix rules, hidden matrices and
     expert matrices get that rule, the rest goes to AdamW with the same lr.

@@ -13,7 +13,7 @@ from megaasync.optim.flat_param_layout import ALIGNMENT, Bucket, FlatParamLayout
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """Scalar float64.
+    """Sum of the squares of a flat tensor, a float64 scalar.
 
     One float32 sum over all elements is off by 4e-4 at 10 million; rows of 64 summed in float64 are exact enough.
     """

@@ -76,10 +76,10 @@ class StageUpdate:
         return self.gradients.sum_of(step)[self._tied.local_shard]
 
     def routing_stats(self, step: int) -> Tensor | None:
-        """As `ExpertBalance.figures`, on one rank of those that run this stage; None elsewhere."""
+        """[5] float64 as `ExpertBalance.stats`, on one rank of those that run this stage; None elsewhere."""
         if self.balance is None or self._replicas.index > 0:
             return None
-        return self.balance.figures(step)
+        return self.balance.stats(step)
 
     def squares(self, step: int) -> Tensor:
         """Scalar float64: this rank's part of the squares of the reduced gradient.

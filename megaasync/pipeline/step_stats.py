@@ -87,7 +87,7 @@ class StepStats:
             index: of the stage.
             squares: scalar, this rank's part of its gradient's squares.
             sums: [2 + m] as `StageCompute.take_sums`, of the last stage; None of others.
-            routing: [NUM_STATS] as `ExpertBalance.figures`; None for none.
+            routing: [NUM_STATS] as `ExpertBalance.stats`; None for none.
         """
         self.vector[_SQUARES] = squares
         self.vector[_FIXED + index] = ~squares.isfinite()

@@ -54,7 +54,7 @@ def _expert_bytes(config: Config, layers: range, *, compute: int) -> int:
 
 
 def _home_elements(layout: FlatParamLayout) -> int:
-    """Of one rank: parts of matrices on their way to be whole, and directions on their way back."""
+    """Elements that one rank sends to gather split matrices on their owners, and to scatter their directions."""
     count = 0
     for run in layout.groups:
         if run.owners is not None:
@@ -71,7 +71,7 @@ def step_volumes(
     compute: int,
     exact: int,
 ) -> dict[str, int]:
-    """Bytes by kind.
+    """Bytes that all ranks together send in one step, by kind of communication.
 
     Args:
         config: of the run.

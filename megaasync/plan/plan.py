@@ -124,7 +124,7 @@ def _make_stage(config: Config, schedule: PipelineSchedule, index: int, activati
 
 
 def _bytes_of(stage: _Stage, needs: StageBuffers, index: int, activations: ActivationSizes) -> dict[str, int]:
-    """By kind, of the rank of a stage that holds most."""
+    """Bytes by kind that the rank of a stage that holds most has."""
     local = max(layout.size for layout in stage.layouts)
     owned = max(layout.shard_size for layout in stage.layouts)
     return {
@@ -153,7 +153,7 @@ def _over_1f1b(config: Config, stages: list[_Stage], needs: StageBuffers, activa
 
 
 def _newton_schulz_flops(stage: _Stage, config: Config) -> float:
-    """Of the rank with most: per iteration 4 p^2 q + 2 p^3 for p rows and q columns, p the shorter."""
+    """Operations of Newton-Schulz on the rank with most: per iteration 4 p^2 q + 2 p^3 for p <= q rows or columns."""
     steps = getattr(config.optimizer, "newton_schulz_steps", 0)
 
     def of(layout: FlatParamLayout) -> float:
@@ -259,7 +259,7 @@ def _stage_line(
 
 
 def make_plan(config: Config) -> dict[str, Any]:
-    """What plan.json holds.
+    """Compute what plan.json holds.
 
     Returns:
         Parameters; per stage its rank, layers, parameters and bytes by kind of the rank that holds most; bubble and

@@ -79,18 +79,18 @@ class StageSizes:
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Of the whole parameters, by name."""
+        """Shapes of the whole parameters of this stage, by name."""
         return stage_shapes(self._config.model, self.layers)
 
     @cached_property
     def shardings(self) -> dict[str, Sharding]:
-        """By name."""
+        """How each parameter lies over the ranks, by name."""
         in_parts = self._config.parallel.sequence_parallel
         return {name: sharding_of(name, sequence_parallel=in_parts) for name in self.shapes}
 
     @cached_property
     def routes(self) -> dict[str, Route]:
-        """By name."""
+        """Rule and weight decay of each parameter, by name."""
         return route_parameters(roles_of(self.shapes), self._config.optimizer)
 
     def parts(self, *, rank: int) -> dict[str, Part]:
@@ -99,7 +99,7 @@ class StageSizes:
         return {name: self.shardings[name].local_ranges(s, dims, rank=rank) for name, s in self.shapes.items()}
 
     def flat_layout(self, *, rank: int) -> FlatParamLayout:
-        """Of a rank."""
+        """Where a rank's parts of the parameters lie in its flat buffers."""
         return FlatParamLayout(
             {name: tuple(map(len, part)) for name, part in self.parts(rank=rank).items()},
             self.routes,

@@ -22,7 +22,7 @@ class Phase:
     flush_at_end: bool
 
     def lookahead_steps(self, *, stage: int, step: int) -> int:
-        """By how many updates a correction should look ahead when STEP(`step`) publishes `stage`'s weights.
+        """Updates that a correction looks ahead when STEP(`step`) publishes `stage`'s weights.
 
         The delay; but none for the version that the next phase starts from.
         """

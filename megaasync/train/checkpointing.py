@@ -155,7 +155,7 @@ class CheckpointManager:
 
     @property
     def saved_step(self) -> int:
-        """Of the newest checkpoint that this start has made or gone on from; -1 if there is none."""
+        """Step of the newest checkpoint that this start has made or resumed from; -1 if there is none."""
         return -1 if self._writer is None else self._writer.saved_step
 
     @property

@@ -74,7 +74,7 @@ class RunOutput:
         return self
 
     def notify(self, line: str) -> None:
-        """Tell the user."""
+        """Print a line for the user."""
         self._progress.notify(line)
 
     def begin(self, *, has_validation: bool, step: int, checkpoint: Path | None, kernels: str) -> None:

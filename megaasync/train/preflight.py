@@ -151,7 +151,7 @@ def _bandwidths(device: torch.device, environment: RankEnvironment) -> tuple[flo
             work.wait()
 
     def seconds(act: Callable[[], None] | None) -> float:
-        """Of one exchange, all ranks beginning together; those without one only begin."""
+        """Seconds of one exchange that all ranks begin together; ranks without a partner only begin."""
         found = []
         for _ in range(1 + _ROUNDS):  # the first one makes the connections
             dist.all_reduce(torch.zeros(1, device=device))

@@ -183,7 +183,7 @@ def test_biases_and_fractions_follow_the_loads_and_belong_to_versions():
         routings.append(slots[0][1](x, mask))
     slots[1][0](x, mask)  # an evaluation: nothing counts it
     counts = torch.stack([routings[0].counts_E, 2 * routings[1].counts_E]).double()
-    assert balance.figures(0)[:2].tolist() == pytest.approx([(counts.amax(1) / counts.mean(1)).sum().item(), 2])
+    assert balance.stats(0)[:2].tolist() == pytest.approx([(counts.amax(1) / counts.mean(1)).sum().item(), 2])
     balance.absorb(0, version=1)
     for layer, router in enumerate(slots[1]):
         expected = 0.01 * torch.sign(counts[layer].mean() - counts[layer])
