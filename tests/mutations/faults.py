@@ -44,7 +44,7 @@ FAULTS = (
           "self.end = min(self.end, step + 1 + max(self._delay))", "self.end = min(self.end, step + max(self._delay))",
           SCHEDULES),
     Fault("the last gradients are never applied", "schedules/unroll.py",
-          "end if flush and not segment.is_cut_short else newest", "newest", SCHEDULES),
+          "end if flush and not segment.is_cut_short else newest", "newest", "tests/schedules/test_schedules.py"),
     Fault("the first version of a phase is an older one", "schedules/phases.py",
           "is_handed_on = self.flush_at_end and step == self.end_step - 1", "is_handed_on = False", SCHEDULES),
     Fault("a sum keeps the gradients of an older step", "pipeline/gradients.py",
