@@ -1,4 +1,4 @@
-"""What a study's runs notify: means over seeds, gaps to the first mode, tables."""
+"""What a study's runs say: means over seeds, gaps to the first mode, tables."""
 
 import csv
 import math
