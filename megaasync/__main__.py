@@ -36,7 +36,9 @@ def main() -> int:
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command in COMMANDS:
         module, first, _ = COMMANDS[command]
-        sys.argv = [f"megaasync {command}", *first, *sys.argv[2:]]
+        # a program that is installed too, so that a launch records a command that can be run again
+        program = f"megaasync-{module.split('.')[1]}" if module.count(".") == 1 else f"megaasync {command}"
+        sys.argv = [program, *first, *sys.argv[2:]]
         return importlib.import_module(module).main() or 0
     tolerate_console()
     if command and command not in ("-h", "--help", "--version"):

@@ -265,8 +265,6 @@ def pretrain(
     try:
         environment = launched_environment()
         config = validate(resolve_data(read(Config, plain), environment))
-        if is_from_folder:
-            check_secrets(config)
         if config.dry_run:
             _print_plan(config)
             return
@@ -350,6 +348,7 @@ def _pretrain_from_file(path: Path) -> None:
         fail(str(error), status=CONFIG_ERROR_STATUS)
     try:
         plain = read_run_config(path, sys.argv[1:])
+        check_secrets(read(Config, plain))
     except ConfigError as error:
         if environment is None:
             fail(str(error), status=CONFIG_ERROR_STATUS)

@@ -58,7 +58,7 @@ def verify(folder: Path) -> int:
     return int(broken > 0)
 
 
-def build_metadata(folder: Path) -> int:
+def describe(folder: Path) -> int:
     """What one checkpoint is of; the newest one of several."""
     whole = [found for found in _found_in(folder) if found.is_complete]
     if not whole:
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="a run folder, its checkpoints/ folder, or one step_... folder")
     given = parser.parse_args(arguments)
     try:
-        return {"list": list_checkpoints, "verify": verify, "describe": build_metadata}[given.what](given.folder)
+        return {"list": list_checkpoints, "verify": verify, "describe": describe}[given.what](given.folder)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""ShardedStateDict to and from a folder by torch.distributed.checkpoint."""
+"""Sharded state dicts to and from a folder, by torch.distributed.checkpoint."""
 
 import logging
 import warnings

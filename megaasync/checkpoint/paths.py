@@ -216,9 +216,9 @@ def quarantine(path: Path, why: str) -> Path:
         Its new place, `WHY_step_...`, numbered if that is taken.
     """
     names = itertools.chain([f"{why}_{path.name}"], (f"{why}_{path.name}_{n}" for n in itertools.count(2)))
-    tmp_dir = next(path.with_name(name) for name in names if not path.with_name(name).exists())
-    path.rename(tmp_dir)
-    return tmp_dir
+    renamed = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    path.rename(renamed)
+    return renamed
 
 
 def set_aside_newer(root: Path, step: int) -> None:

@@ -56,7 +56,7 @@ class StageState:
                 yield name, low - start, low - run.start, high - run.start
 
     def _flat(self, entries: ShardedStateDict, prefix: str, run: ParamGroup, tensor: Tensor, suffix: str = "") -> None:
-        """TensorChunks of a contiguous tensor with one element per element of the run."""
+        """Chunks of a contiguous tensor with one element per element of the run."""
         flat = tensor.view(-1)
         for name, first, low, high in self._members(run):
             pieces = entries.setdefault(f"{prefix}/{name}{suffix}", TensorChunks(self._shapes[name], tensor.dtype))
@@ -81,7 +81,7 @@ class StageState:
         return found[before : before + run.owners.counts[run.owners.index]]
 
     def _of_matrices(self, entries: ShardedStateDict, run: ParamGroup, key: str, tensor: Tensor) -> None:
-        """TensorChunks of a rule's state [n, ...] of n whole matrices."""
+        """Chunks of a rule's state [n, ...] of n whole matrices."""
         for number, (name, place) in enumerate(self._matrices(run)):
             one, is_stack = tensor[number], len(self._shapes[name]) == 3
             shape = (self._shapes[name][0], *one.shape) if is_stack else tuple(one.shape)

@@ -1,10 +1,10 @@
 """A config as plain dicts, for files and other programs: the dataclasses are the config, this is its written form."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from typing import Any, get_args, get_type_hints
 
-from megaasync.config.read import read
+from megaasync.config.read import read_value
 from megaasync.config.schema import Config, ConfigError
 
 
@@ -20,12 +20,31 @@ def to_plain(config: Config) -> dict[str, Any]:
     return _lists(asdict(config))
 
 
-def in_current_form(written: Mapping[str, Any]) -> Mapping[str, Any]:
+def in_current_form(written: Mapping[str, Any]) -> dict[str, Any]:
     """A config that this or an earlier version has written down, with today's defaults for keys that came later.
 
-    One that today's schema cannot read stays as it is, so that what differs can still be named.
+    Key by key: what today's schema cannot read, or has no default for, stays as it is or missing, and does not keep
+    the rest from being compared.
     """
+    return _group(Config, written, "")
+
+
+def _group(cls: type, written: Mapping[str, Any], key: str) -> dict[str, Any]:
+    hints, defaults = get_type_hints(cls), {one.name: one.default for one in fields(cls)}
+    found = {name: _lists(value) for name, value in defaults.items() if value is not MISSING}
+    return found | {name: _current(hints.get(name), value, f"{key}{name}") for name, value in written.items()}
+
+
+def _current(hint: Any, value: Any, key: str) -> Any:
+    """One value, of a group or a key that may be unknown by now."""
+    if hint is None:
+        return value
+    if isinstance(value, Mapping):
+        options = [one for one in (get_args(hint) or (hint,)) if isinstance(one, type) and is_dataclass(one)]
+        named = [one for one in options if value.get("name") in get_args(get_type_hints(one).get("name"))]
+        if len(options) == 1 or named:
+            return _group((named or options)[0], value, f"{key}.")
     try:
-        return to_plain(read(Config, written))
+        return _lists(read_value(hint, value, key))
     except ConfigError:
-        return written
+        return value

@@ -92,7 +92,12 @@ def _read_scalar(annotation: type, value: Any, key: str) -> Any:
     raise ConfigError(f"{key}={got}: expected {words[annotation]}{remedy}")
 
 
-def _read_value(annotation: Any, value: Any, key: str) -> Any:
+def read_value(annotation: Any, value: Any, key: str) -> Any:
+    """One value of a type, as `read` reads those of a dataclass's fields.
+
+    Raises:
+        ConfigError: names the key, the value and what would be right.
+    """
     if annotation is type(None):
         if value is None:
             return None
@@ -108,7 +113,7 @@ def _read_value(annotation: Any, value: Any, key: str) -> Any:
         errors = []
         for option in options:
             try:
-                return _read_value(option, value, key)
+                return read_value(option, value, key)
             except ConfigError as error:
                 errors.append(str(error))
         raise ConfigError(errors[0] if len(options) == 1 else " or ".join(errors))
@@ -129,13 +134,13 @@ def _read_value(annotation: Any, value: Any, key: str) -> Any:
         if not isinstance(value, list | tuple) or len(value) != len(items):
             raise ConfigError(f"{key}={value!r}: expected a list of {len(items)} values, as in {key}=[0.9,0.95]")
         return tuple(
-            _read_value(item, one, f"{key}[{i}]") for i, (item, one) in enumerate(zip(items, value, strict=True))
+            read_value(item, one, f"{key}[{i}]") for i, (item, one) in enumerate(zip(items, value, strict=True))
         )
     if get_origin(annotation) is dict:
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise ConfigError(f"{key}={value!r}: expected names and values, as in +{key}.name=value")
         item = get_args(annotation)[1]
-        return value if item is Any else {name: _read_value(item, one, f"{key}.{name}") for name, one in value.items()}
+        return value if item is Any else {name: read_value(item, one, f"{key}.{name}") for name, one in value.items()}
     return _read_scalar(annotation, value, key)
 
 
@@ -163,7 +168,7 @@ def read(cls: type, value: Any, key: str = "") -> Any:
         if name not in value and name not in has_default:
             raise ConfigError(f"{prefix}{name}: missing; set {prefix}{name}=...")
     given = {name: hint for name, hint in hints.items() if name in value}
-    return cls(**{name: _read_value(hint, value[name], prefix + name) for name, hint in given.items()})
+    return cls(**{name: read_value(hint, value[name], prefix + name) for name, hint in given.items()})
 
 
 def dotted_keys(cls: type, key: str = "") -> list[str]:

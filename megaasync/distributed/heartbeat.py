@@ -15,7 +15,7 @@ class HeartbeatFile:
     """The slots of one host's ranks."""
 
     def __init__(self, path: Path) -> None:
-        """Map a board that `make_heartbeat_file` made."""
+        """Map a file that `make_heartbeat_file` made."""
         with path.open("r+b") as file:
             self._slots = mmap.mmap(file.fileno(), 0)
 
@@ -30,7 +30,7 @@ class HeartbeatFile:
 
 
 def make_heartbeat_file(path: Path, *, num_slots: int) -> HeartbeatFile:
-    """An empty board in a new file."""
+    """A new file of empty slots."""
     path.write_bytes(bytes(num_slots * _SLOT.size))
     return HeartbeatFile(path)
 

@@ -45,7 +45,7 @@ class Receiver:
         """
         self.peer = peer
         self._spec, self._group = spec, group
-        self._posted_ahead, self._timeout = prefetch_recvs, timeout
+        self._prefetch_recvs, self._timeout = prefetch_recvs, timeout
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
         self._unposted = 0
 
@@ -55,7 +55,7 @@ class Receiver:
         self._post()
 
     def _post(self) -> None:
-        while self._unposted and len(self._posted) < self._posted_ahead:
+        while self._unposted and len(self._posted) < self._prefetch_recvs:
             buffer = self._spec.empty()
             self._posted.append((dist.irecv(buffer, self.peer, group=self._group), buffer))
             self._unposted -= 1

@@ -209,7 +209,7 @@ class _Job:
         if self.records is None:
             self._run(config, {})
             return
-        number, facts = HydraConfig.get().job.num, {}
+        number, facts = HydraConfig.get().job.num, {"folder": None}
         status = 1
         try:
             self._run(config, facts)

@@ -1,7 +1,7 @@
-"""Matrices that are split over tensor-parallel ranks: whole at one owner rank for their update, and back.
+"""Matrices that are split over tensor-parallel ranks: whole on one owner rank for their update, and back.
 
-Every matrix is orthogonalised whole and once with the same numbers as on one
-rank. Ranks without a matrix take part in the exchange all the same.
+Every matrix is orthogonalised whole and once, with the same numbers as on one rank (docs/method.md). Ranks that
+own none take part in the exchange all the same.
 """
 
 from torch import Tensor

@@ -36,7 +36,7 @@ class ShardedReducer:
             self._groups[bucket.axes].reduce_shards(gradient, bucket.shards)
 
     def gather(self, weights: Tensor) -> None:
-        """Fill flat weights, of which each rank has written its shares, from the others'."""
+        """Fill flat weights, of which each rank has written its shards, from the others'."""
         for bucket in self._layout.buckets:
             self._groups[bucket.axes].gather_shards(weights, bucket.shards)
 

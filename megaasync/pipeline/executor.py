@@ -199,7 +199,7 @@ class Executor:
         if error.is_lost:
             remedy = "a rank has ended or its host is gone; its own last message says why"
         else:
-            who = "some rank has not handed in its part: it" if error.peer is None else "it"
+            who = "some rank has not submitted its part: it" if error.peer is None else "it"
             remedy = f"{who} hangs or is that slow; look at its last message, or raise parallel.timeout_seconds"
         message = f"{self.place.name}, {waiting}{whom}, and {error}: {remedy}"
         return TransportError(message, peer=error.peer, is_lost=error.is_lost)

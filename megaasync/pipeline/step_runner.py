@@ -1,7 +1,7 @@
 """From the last backward of a step to its new weight version: reduction, norm, clip, finiteness, optimizer, version.
 
 None of it needs the forwards and backwards that a schedule without a flush goes on with, so by default all of it runs
-on a background thread, inside the schedule's slack . The table submits a stage's gradient (REDUCE_GRAD)
+on a background thread, inside the schedule's slack (docs/method.md). The table submits a stage's gradient (REDUCE_GRAD)
 and later waits for the version (STEP); what is computed, and in which order, is the same either way.
 """
 

@@ -47,7 +47,7 @@ class ScheduleMetrics:
         exposed: the part of `period` that would not be there if reduction and step cost nothing.
         versions, activations, gradient_buffers: see `BufferCounts`.
         slack_before_norm: per stage, time from its own last backward to the STEP.
-        slack: per stage, time from the moment all stages have handed in their norm to the STEP that needs it.
+        slack: per stage, time from the moment all stages have submitted their norm to the STEP that needs it.
     """
 
     bubble: float

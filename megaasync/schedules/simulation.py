@@ -19,7 +19,7 @@ class Costs:
     Attributes:
         forward, backward: of one microbatch on one stage.
         weight: the part of a backward that is its weight gradients (W); the rest is its input gradients (I).
-        reduce: per stage and step, before the norm is handed in: the data-parallel reduction.
+        reduce: per stage and step, before the norm is submitted: the data-parallel reduction.
         step: per stage and step: the optimizer and the publication of the new version.
         hop: from the end of an action to the moment its message can be used on another rank.
         scale: per stage, a factor on forward, backward and step; empty for equal stages.

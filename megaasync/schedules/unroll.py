@@ -11,7 +11,8 @@ class Segment:
 
     The executor, which walks the table, and the step runner, in its background, share one. A stop that step t's
     result tells of ends the segment before step t + 1 + max(delay): no rank has begun that step, because each waits
-    for this result first. So it does not matter which of the two lowers the end first.
+    for this result first. So it does not matter which of the two lowers the end first; if the runner does, the executor
+    may end without executing SYNC(t), and collects the result afterwards.
 
     Attributes:
         first: its first step.

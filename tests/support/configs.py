@@ -1,6 +1,7 @@
 """Small configs for tests: those of hydra_configs, made smaller."""
 
 import copy
+import threading
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -75,10 +76,13 @@ def _put(config: dict[str, Any], values: dict[str, Any]) -> None:
             config[key] = value
 
 
+_ONE_AT_A_TIME = threading.Lock()  # Hydra's own state is the process's, and some tests have threads
+
+
 @cache
 def _composed(optimizer: str) -> dict[str, Any]:
     groups = ["model=tiny_moe", f"optimizer={optimizer}", "schedule=2bw", "data=synthetic"]
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+    with _ONE_AT_A_TIME, initialize_config_dir(str(config_folder()), version_base="1.3"):
         config = OmegaConf.to_container(compose("pretrain", groups), resolve=True)
     _put(config, _SMALLER | {"optimizer": _RATES[optimizer]})
     return config

@@ -37,7 +37,8 @@ class Range:
         )
         if not is_right:
             rest = f"; {self.remedy}" if self.remedy else ""
-            shown = f"{value:g}" if isinstance(value, float) else value
+            short = f"{value:g}" if isinstance(value, float) else str(value)
+            shown = short if float(short) == value else value
             raise ConfigError(f"{key}={shown}: must {self._words()}{rest}")
 
     def _words(self) -> str:
