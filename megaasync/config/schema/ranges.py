@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
 from typing import Any, get_type_hints
 
 from megaasync.config.error import ConfigError
@@ -62,7 +61,7 @@ def check_ranges(config: Any, prefix: str = "") -> None:
     Raises:
         ConfigError: the first that does not.
     """
-    allowed = _ranges_of(type(config))  # type: ignore[arg-type]  # classes are hashable
+    allowed = _ranges_of(type(config))
     for one in fields(config):
         key, value = f"{prefix}{one.name}", getattr(config, one.name)
         if is_dataclass(value):
@@ -72,7 +71,6 @@ def check_ranges(config: Any, prefix: str = "") -> None:
                 allowed[one.name].check(name, number)
 
 
-@cache
 def _ranges_of(cls: type) -> dict[str, Range]:
     """The ranges of a dataclass's fields, by name."""
     hints = get_type_hints(cls, include_extras=True)

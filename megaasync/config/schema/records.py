@@ -54,12 +54,12 @@ class LoggingConfig:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Where the run is, and how often it is begun again.
+    """Where the run is, and how often it is restarted.
 
     Attributes:
         dir: the run folder; null makes a new one under runs/.
-        max_restarts: times that ranks started on this host are started again, from the last checkpoint, when one dies,
-            hangs or breaks; not when training itself fails. Under torchrun that is its own --max-restarts.
+        max_restarts: restarts of the ranks of this host, from the last checkpoint, when one dies, hangs or fails; not
+            when training itself fails. Under torchrun that is its own --max-restarts.
     """
 
     dir: str | None
