@@ -198,9 +198,10 @@ class RunOutput:
         drawings = render_svg(
             planned, title=f"planned: {schedule.name}, bubble {self._plan['bubble']:.1%}", unit="forwards"
         )
-        middle = max(summary["steps"] // 2, 1)
         # of several pipelines that run alike, the one with rank 0
         timeline = timeline.of_ranks(self._config.parallel_dims.ranks_along(0, ("pipeline",)))
+        seen = sorted({span.action.step for span in timeline.spans})  # of this start: a resumed run has not all
+        middle = max(seen[len(seen) // 2], 1) if seen else 1
         start, end = timeline.part(first_step=middle, last_step=middle + _STEPS_DRAWN - 1)
         if end > start:
             measured = summary["bubble_measured"]

@@ -118,6 +118,15 @@ def test_the_report_stands_alone(traced):
     assert "planned: 2bw" in page and "measured: steps" in page
 
 
+def test_the_report_of_a_run_that_goes_on_has_a_measured_timeline(tmp_path):
+    """Of steps that this start has made: the middle of the whole run lies before it."""
+    arguments = [*TINY, "parallel.pipeline=2", "train.lr_schedule=constant", "run.dir=run"]
+    for steps, drawn in ((8, "steps 5 to 7"), (12, "steps 10 to 12")):
+        ran = pretrain(*arguments, f"train.steps={steps}", cwd=tmp_path)
+        assert ran.status == 0, ran.err
+        assert f"measured: {drawn}" in (tmp_path / "run/report.html").read_text()
+
+
 def test_the_resolved_config_runs_again_to_the_same_numbers(traced):
     import yaml
 
