@@ -23,9 +23,9 @@ from torch import Tensor
 
 from command_line import check_output, one_message, read_pairs, wants_help
 from megaasync.config import ConfigError
-from megaasync.config.schema import MuonConfig
 from megaasync.entry.text_values import load_yaml
 from megaasync.observe.run_files import write_text
+from megaasync.update_rules.kinds.muon import MuonConfig
 from study.problems import Problem, Setting, solve
 
 _ROWS, _COLUMNS = 12, 16

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from megaasync.config.read import read_value
-from megaasync.config.schema import Config, ConfigError
+from megaasync.config.schema import Config
+from megaasync.fields import ConfigError, hints_of
 
 
 def _lists(value: Any) -> Any:
@@ -30,7 +31,7 @@ def in_current_form(written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _group(cls: type, written: Mapping[str, Any], key: str) -> dict[str, Any]:
-    hints, defaults = get_type_hints(cls), {one.name: one.default for one in fields(cls)}
+    hints, defaults = hints_of(cls), {one.name: one.default for one in fields(cls)}
     found = {name: _lists(value) for name, value in defaults.items() if value is not MISSING}
     return found | {name: _current(hints.get(name), value, f"{key}{name}") for name, value in written.items()}
 
@@ -41,7 +42,7 @@ def _current(hint: Any, value: Any, key: str) -> Any:
         return value
     if isinstance(value, Mapping):
         options = [one for one in (get_args(hint) or (hint,)) if isinstance(one, type) and is_dataclass(one)]
-        named = [one for one in options if value.get("name") in get_args(get_type_hints(one).get("name"))]
+        named = [one for one in options if value.get("name") in get_args(hints_of(one).get("name"))]
         if len(options) == 1 or named:
             return _group((named or options)[0], value, f"{key}.")
     try:

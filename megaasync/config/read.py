@@ -6,9 +6,9 @@ import types
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 
-from megaasync.config.schema import ConfigError
+from megaasync.fields import ConfigError, hints_of
 
 # what other frameworks call our keys
 _OTHER_WORDS = {
@@ -59,7 +59,7 @@ def _is_dataclass_type(annotation: Any) -> TypeGuard[type]:
 
 def _dataclass_by_name(options: list[type], value: Any, key: str) -> type:
     """Pick the dataclass whose `name` literal equals value['name']."""
-    by_name = {get_args(get_type_hints(option)["name"])[0]: option for option in options}
+    by_name = {get_args(hints_of(option)["name"])[0]: option for option in options}
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ConfigError(f"{key}: expected a group with a name, got {value!r}; choose {key}={listed(by_name)}")
     if value["name"] not in by_name:
@@ -157,7 +157,7 @@ def read(cls: type, value: Any, key: str = "") -> Any:
     """
     if not isinstance(value, dict):
         raise ConfigError(f"{key}={value!r}: expected a group of keys ({listed(f.name for f in fields(cls))})")
-    hints = get_type_hints(cls)
+    hints = hints_of(cls)
     prefix = f"{key}." if key else ""
     for name in value:
         if name not in hints:
@@ -174,7 +174,7 @@ def read(cls: type, value: Any, key: str = "") -> Any:
 def dotted_keys(cls: type, key: str = "") -> list[str]:
     """All keys that a user may set under a dataclass, dotted; groups included."""
     keys = []
-    for name, hint in get_type_hints(cls).items():
+    for name, hint in hints_of(cls).items():
         full = f"{key}.{name}" if key else name
         keys.append(full)
         options = get_args(hint) if is_union(hint) else (hint,)

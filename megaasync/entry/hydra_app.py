@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import hydra
 import yaml
@@ -33,6 +33,7 @@ from megaasync.distributed.environment import variables
 from megaasync.entry.console import fail_if_unread, tolerate_console
 from megaasync.entry.help import answer_questions, config_folder, groups
 from megaasync.entry.text_values import quoted_override, read_text_as_written, yaml_mistake
+from megaasync.fields import hints_of
 from megaasync.observe.run_files import write_json
 
 CONFIG_ERROR_STATUS = 2
@@ -58,9 +59,9 @@ def _where_it_is(key: str) -> str:
     """Which choices of a group have a key."""
     group = key.partition(".")[0]
     names = [
-        get_args(get_type_hints(option)["name"])[0]
-        for option in get_args(get_type_hints(Config)[group])
-        if is_dataclass(option) and key.partition(".")[2].partition(".")[0] in get_type_hints(option)
+        get_args(hints_of(option)["name"])[0]
+        for option in get_args(hints_of(Config)[group])
+        if is_dataclass(option) and key.partition(".")[2].partition(".")[0] in hints_of(option)
     ]
     if not names:
         return "; its group is null here"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,6 +19,7 @@ from omegaconf import _utils as omegaconf_yaml  # its loader has no public hook
 from megaasync.cluster.script import hydra_quoted
 from megaasync.config import Config
 from megaasync.config.read import is_union
+from megaasync.fields import hints_of
 
 _NULLS = frozenset({"", "~", "null", "Null", "NULL"})
 _ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
@@ -42,7 +43,7 @@ def _holds_text(hint: Any) -> bool:
 
 def _leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, type) of every field that is no group, of all choices."""
-    for name, hint in get_type_hints(cls).items():
+    for name, hint in hints_of(cls).items():
         groups = [part for part in _parts(hint) if is_dataclass(part)]
         for group in groups:
             yield from _leaves(group, f"{prefix}{name}.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaasync.optim.update_rule import State
+from megaasync.update_rules.update_rule import State
 
 _MEMORY = 0.95  # of the mean square, as in the paper's experiments
 _EPSILON = 1e-7

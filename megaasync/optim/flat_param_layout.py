@@ -20,7 +20,7 @@ from torch import Tensor
 from megaasync.config.parallel_dims import ParallelDims, local_range
 from megaasync.distributed.sharding import Shape, Sharding
 from megaasync.optim.routing import Route
-from megaasync.optim.update_rule import UpdateRule
+from megaasync.update_rules.update_rule import UpdateRule
 
 ALIGNMENT = 64  # elements; where buckets start, and runs of different rules or shapes in them, if nothing is cut
 SCRATCH = 1 << 25  # elements that one part of a step takes; its scratch is up to five times that

@@ -4,25 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from megaasync.config.schema import (
-    AdamWConfig,
-    AdanConfig,
-    LionConfig,
-    MarsConfig,
-    MuonConfig,
-    NAdamConfig,
-    NorMuonConfig,
-    OptimizerConfig,
-    SgdConfig,
-    SoapConfig,
-    TorchOptimizerConfig,
-)
+from megaasync.config.schema import OptimizerConfig
 from megaasync.distributed.sharding import Shape
-from megaasync.optim.elementwise_rules import AdamW, Adan, Lion, NAdam, Sgd
-from megaasync.optim.matrix_rules import Mars, Muon, NorMuon
-from megaasync.optim.soap import Soap
-from megaasync.optim.torch_optimizer import torch_optimizer_rule
-from megaasync.optim.update_rule import UpdateRule
+from megaasync.update_rules.update_rule import UpdateRule
 
 
 class Role(Enum):
@@ -46,39 +30,6 @@ class Route:
     is_matrix_rule: bool
 
 
-def rules_of(optimizer: OptimizerConfig) -> tuple[UpdateRule, UpdateRule | None]:
-    """(for elements, for hidden and expert matrices if they get another one)."""
-    match optimizer:
-        case SgdConfig():
-            return Sgd(optimizer.momentum), None
-        case AdamWConfig():
-            return AdamW(optimizer.betas, optimizer.eps), None
-        case NAdamConfig():
-            return NAdam(optimizer.betas, optimizer.eps, optimizer.momentum_decay), None
-        case LionConfig():
-            return Lion(optimizer.betas), None
-        case AdanConfig():
-            return Adan(optimizer.betas, optimizer.eps), None
-        case MuonConfig():
-            matrix = Muon(optimizer.momentum, optimizer.newton_schulz_steps, optimizer.newton_schulz_precision)
-            return AdamW(optimizer.betas, optimizer.eps), matrix
-        case NorMuonConfig():
-            o = optimizer
-            matrix = NorMuon(o.momentum, o.newton_schulz_steps, o.beta2, o.eps, o.newton_schulz_precision)
-            return AdamW(optimizer.betas, optimizer.eps), matrix
-        case MarsConfig():
-            return AdamW(optimizer.adamw_betas, optimizer.eps), Mars(optimizer.betas, optimizer.eps, optimizer.gamma)
-        case SoapConfig():
-            o = optimizer
-            matrix = Soap(o.betas, o.eps, o.refresh_interval, o.first_basis, o.largest_side)
-            return AdamW(o.adamw_betas, o.eps), matrix
-        case TorchOptimizerConfig(target=target, arguments=arguments, elementwise=True):
-            return torch_optimizer_rule(target, arguments, is_matrix_rule=False), None
-        case TorchOptimizerConfig(target=target, arguments=arguments):
-            matrix = torch_optimizer_rule(target, arguments, is_matrix_rule=True)
-            return AdamW(optimizer.betas, optimizer.eps), matrix
-
-
 def route_parameters(roles: Mapping[str, Role], optimizer: OptimizerConfig) -> dict[str, Route]:
     """Assign each parameter its rule and weight decay.
 
@@ -89,12 +40,14 @@ def route_parameters(roles: Mapping[str, Role], optimizer: OptimizerConfig) -> d
         roles: by name of the parameter (`megaasync.models.parameters.roles_of`).
         optimizer: the optimizer group of the config.
     """
-    element, matrix = rules_of(optimizer)
+    rules = optimizer.rules()
     table = {}
     for name, role in roles.items():
-        takes_matrix = matrix is not None and role in (Role.MATRIX, Role.EXPERTS)
         decay = 0.0 if role is Role.VECTOR else optimizer.weight_decay
-        table[name] = Route(role, matrix if takes_matrix else element, decay, takes_matrix)
+        if rules.matrices is not None and role in (Role.MATRIX, Role.EXPERTS):
+            table[name] = Route(role, rules.matrices, decay, is_matrix_rule=True)
+        else:
+            table[name] = Route(role, rules.elements, decay, is_matrix_rule=False)
     return table
 
 

@@ -15,8 +15,8 @@ from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.optim.delay_compensation import DelayCompensation
 from megaasync.optim.flat_param_layout import CACHED_SCRATCH, SCRATCH, FlatParamLayout, ParamGroup, iter_chunks
 from megaasync.optim.matrix_owners import gather_to_owner, scatter_from_owner
-from megaasync.optim.torch_optimizer import TorchOptimizer
-from megaasync.optim.update_rule import State
+from megaasync.update_rules.torch_optimizer import TorchOptimizer
+from megaasync.update_rules.update_rule import State
 
 
 class StageOptimizer:

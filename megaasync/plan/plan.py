@@ -15,7 +15,6 @@ from megaasync.models.flops import flops_per_token, forward_flops
 from megaasync.models.parameters import parameter_spec
 from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.routing import Role
-from megaasync.optim.update_rule import state_elements
 from megaasync.plan.communication import step_volumes
 from megaasync.plan.sizes import REPLICAS, StageBuffers, StageSizes, activation_sizes, buffers_required
 from megaasync.plan.text import size_text
@@ -29,6 +28,7 @@ from megaasync.schedules import (
     build_schedule,
     schedule_metrics,
 )
+from megaasync.update_rules.update_rule import state_elements
 
 _HOP = 0.3  # of a forward
 _GIB = 2**30

@@ -1,7 +1,8 @@
 """Who does what, when: pipeline schedules as pure tables (standard library only)."""
 
 from megaasync.schedules.action import COMPUTE_OPS, Action, Op, parse_action
-from megaasync.schedules.catalog import SCHEDULES, ScheduleKind, build_schedule
+from megaasync.schedules.catalog import SCHEDULES, build_schedule
+from megaasync.schedules.kind import ScheduleKind
 from megaasync.schedules.metrics import BufferCounts, ScheduleMetrics, buffer_counts, schedule_metrics
 from megaasync.schedules.phases import Phase, make_phases
 from megaasync.schedules.render import color_of, legend_of, render_svg, render_text

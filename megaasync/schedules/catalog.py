@@ -1,49 +1,23 @@
-"""The schedules by the names that users type, and what each of them takes."""
+"""The schedules by the names that users type: every module of `kinds` has one."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import importlib
+import pkgutil
+from dataclasses import replace
 
-from megaasync.schedules.asynchronous import interleaved_2bw, pipedream, pipedream_2bw, wpipe
+from megaasync.schedules import kinds
+from megaasync.schedules.kind import ScheduleKind
 from megaasync.schedules.rules import check
 from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
-from megaasync.schedules.synchronous import gpipe, interleaved_1f1b, one_f_one_b
-from megaasync.schedules.zero_bubble import zb_h1, zbv
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleKind:
-    """One schedule.
-
-    Attributes:
-        build: (num_ranks, num_microbatches, virtual_stages, extra_in_flight) to the tables.
-        virtual_stages: (fewest, most) stages per rank; the fewest is the default.
-        takes_extra_in_flight: whether forwards beyond the minimum are defined for it.
-        has_delay: whether any stage runs behind.
-        synchronous: for one with delay, the schedule of equal placement that its synchronous phases use.
-    """
-
-    build: Callable[..., PipelineSchedule]
-    virtual_stages: tuple[int, int] = (1, 1)
-    takes_extra_in_flight: bool = False
-    has_delay: bool = False
-    synchronous: str | None = None
+def _all() -> dict[str, ScheduleKind]:
+    modules = (importlib.import_module(f"{kinds.__name__}.{one.name}") for one in pkgutil.iter_modules(kinds.__path__))
+    found: list[ScheduleKind] = [module.SCHEDULE for module in modules]
+    return {kind.name: kind for kind in sorted(found, key=lambda kind: (kind.has_delay, kind.name))}
 
 
-_MANY = 1_000
-SCHEDULES = {
-    "gpipe": ScheduleKind(gpipe),
-    "1f1b": ScheduleKind(one_f_one_b, takes_extra_in_flight=True),
-    "interleaved_1f1b": ScheduleKind(interleaved_1f1b, (2, _MANY), takes_extra_in_flight=True),
-    "zb_h1": ScheduleKind(zb_h1),
-    "zbv": ScheduleKind(zbv, (2, 2)),
-    "2bw": ScheduleKind(pipedream_2bw, takes_extra_in_flight=True, has_delay=True, synchronous="1f1b"),
-    "interleaved_2bw": ScheduleKind(
-        interleaved_2bw, (2, _MANY), takes_extra_in_flight=True, has_delay=True, synchronous="interleaved_1f1b"
-    ),
-    "pipedream": ScheduleKind(pipedream, has_delay=True, synchronous="1f1b"),
-    "wpipe": ScheduleKind(wpipe, (2, 2), has_delay=True, synchronous="interleaved_1f1b"),
-}
+SCHEDULES = _all()
 
 
 @functools.lru_cache(maxsize=64)
@@ -76,7 +50,7 @@ def build_schedule(
     kind = SCHEDULES[name]
     fewest, most = kind.virtual_stages
     virtual_stages = fewest if virtual_stages is None else virtual_stages
-    if not fewest <= virtual_stages <= most:
+    if virtual_stages < fewest or (most is not None and virtual_stages > most):
         allowed = f"{fewest} stage(s)" if fewest == most else f"{fewest} or more stages"
         raise ScheduleError(
             f"{name} has {allowed} per rank, not {virtual_stages}", remedy=f"parallel.virtual_stages={fewest}"

@@ -118,3 +118,92 @@ def round_robin_schedule(
         in_flight=tuple(in_flight),
         clip=clip,
     )
+
+
+def flushed_schedule(name: str, num_ranks: int, num_microbatches: int, *, aheads: Sequence[int]) -> PipelineSchedule:
+    """One stage per rank, a flush every step; rank r runs `aheads[r]` forwards before its first backward."""
+    steady = []
+    for rank, ahead in enumerate(aheads):
+        forwards, backwards = ([Action(op, rank, 0, k) for k in range(num_microbatches)] for op in (Op.F, Op.B))
+        steady.append(append_reduce(one_f_one_b_order(forwards, backwards, ahead=ahead), [rank]))
+    return round_robin_schedule(
+        name,
+        num_ranks=num_ranks,
+        virtual_stages=1,
+        num_microbatches=num_microbatches,
+        delay=(0,) * num_ranks,
+        steady=steady,
+        in_flight=[min(ahead + 1, num_microbatches) for ahead in aheads],
+    )
+
+
+def unflushed_schedule(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    delays: Sequence[int],
+    extra: int,
+    clip: Literal["global", "stage"] = "global",
+) -> PipelineSchedule:
+    """One stage per rank, 1F1B never flushed; rank r runs (1 + extra)(P-1-r) forwards ahead and is `delays[r]` behind.
+
+    Raises:
+        ScheduleError: too few microbatches for that many forwards ahead.
+    """
+    fills, steady, limits = [], [], []
+    for rank in range(num_ranks):
+        ahead = (1 + extra) * (num_ranks - 1 - rank)
+        check_depth(
+            name,
+            ahead,
+            num_microbatches * delays[rank],
+            bound=f"{1 + extra}(P - 1)" if extra else "P - 1",
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+        )
+        forwards, backwards = ([Action(op, rank, 0, k) for k in range(num_microbatches)] for op in (Op.F, Op.B))
+        fill, step = steady_one_f_one_b_order(forwards, backwards, ahead=ahead)
+        fills.append(tuple(fill))
+        steady.append(append_reduce(step, [rank]))
+        limits.append(ahead + 1)
+    return round_robin_schedule(
+        name,
+        num_ranks=num_ranks,
+        virtual_stages=1,
+        num_microbatches=num_microbatches,
+        delay=delays,
+        steady=steady,
+        in_flight=limits,
+        fill=fills,
+        clip=clip,
+    )
+
+
+def check_depth(
+    name: str, ahead: int, most: int, *, bound: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 1
+) -> None:
+    """Refuse forwards so far ahead that they need a weight version whose gradient is not finished yet.
+
+    Args:
+        name: of the schedule.
+        ahead: forwards that the first rank runs ahead of its backwards.
+        most: forwards that its delay allows.
+        bound: what m must at least be, in symbols.
+        num_ranks: P.
+        num_microbatches: m.
+        virtual_stages: stages per rank.
+
+    Raises:
+        ScheduleError: `ahead` is more than `most`.
+    """
+    if ahead > most:
+        needed = -(-ahead // virtual_stages)
+        if virtual_stages > 1:
+            needed = -(-needed // num_ranks) * num_ranks
+        raise ScheduleError(
+            f"{name} needs m >= {bound} = {needed} microbatches per step for P = {num_ranks}, but m = "
+            f"{num_microbatches}: the first rank runs {ahead} forwards ahead, so with fewer it would need a weight "
+            "version whose gradient it has not finished yet, and wait for itself (a deadlock)",
+            wanted_microbatches=needed,
+        )

@@ -3,7 +3,7 @@
 import ast
 from functools import cache
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_args
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from megaasync.config import Config, dotted_keys, read, to_plain
 from megaasync.config.read import is_union
 from megaasync.entry.help import config_folder, groups
+from megaasync.fields import hints_of
 from tests.support.configs import small_config
 
 PACKAGE = Path(__file__).parents[2] / "megaasync"
@@ -73,12 +74,12 @@ def test_every_choice_is_one_of_the_schema_and_back(group):
     read_names = set()
     for choice in groups()[group]:
         read_names.add(getattr(read(Config, composed(f"{group}={choice}")), group).name)
-    hint = get_type_hints(Config)[group]
+    hint = hints_of(Config)[group]
     if group == "model":  # any name
         assert read_names == set(groups()[group])
         return
     options = get_args(hint) if is_union(hint) else (hint,)
-    assert read_names == {name for option in options for name in get_args(get_type_hints(option)["name"])}
+    assert read_names == {name for option in options for name in get_args(hints_of(option)["name"])}
 
 
 def test_a_config_written_down_is_the_config_again():

@@ -28,7 +28,7 @@ EVERY = "tests/parity/test_every_schedule.py"
 MESH = "tests/parity/test_mesh.py"
 HAND = "tests/parity/test_by_hand.py"
 LOOP = "tests/parity/test_reference.py"
-RULES = "tests/optim/test_rules.py"
+RULES = "tests/optim/test_stage_optimizer.py tests/update_rules"
 EXECUTOR = "tests/pipeline/test_executor.py"
 SCHEDULES = "tests/schedules/test_unroll.py"
 RESUME = "tests/checkpoint/test_resume.py"
@@ -43,7 +43,7 @@ FAULTS = (
           "self.end = min(self.end, step + 1 + max(self._delay))", "self.end = min(self.end, step + max(self._delay))",
           SCHEDULES),
     Fault("the last gradients are never applied", "schedules/unroll.py",
-          "end if flush and not segment.is_cut_short else newest", "newest", "tests/schedules/test_schedules.py"),
+          "end if flush and not segment.is_cut_short else newest", "newest", "tests/schedules"),
     Fault("the first version of a phase is an older one", "schedules/phases.py",
           "is_handed_on = self.flush_at_end and step == self.end_step - 1", "is_handed_on = False", SCHEDULES),
     Fault("a sum keeps the gradients of an older step", "pipeline/gradients.py",
@@ -79,9 +79,9 @@ FAULTS = (
           "if lookahead_steps else z)", "if False else z)", LOOP),
     Fault("a skipped batch is counted", "optim/stage_optimizer.py",
           "        self.num_skipped += 1\n", "", "tests/pipeline/test_nonfinite.py -k skipped_batch"),
-    Fault("Muon's scale is of the other side", "optim/matrix_rules.py",
+    Fault("Muon's scale is of the other side", "update_rules/kinds/muon.py",
           "scale = 0.2 * math.sqrt(max(grad.shape[-2:]))", "scale = 0.2 * math.sqrt(min(grad.shape[-2:]))", RULES),
-    Fault("Adam's count is off by one", "optim/elementwise_rules.py",
+    Fault("Adam's count is off by one", "update_rules/kinds/adamw.py",
           "torch.full((), count - 1.0, device=grad.device)", "torch.full((), float(count), device=grad.device)", RULES),
     Fault("copies count in the norm", "optim/sharded_reducer.py",
           "sum_of_squares(gradient[bucket.local_shard]) / bucket.copies",

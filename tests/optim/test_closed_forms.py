@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megaasync.config.schema import SgdConfig
-from megaasync.optim.elementwise_rules import Sgd
 from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.routing import Role, Route
 from megaasync.optim.stage_optimizer import StageOptimizer
+from megaasync.update_rules.kinds.sgd import Sgd, SgdConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from study.problems import Problem, Setting, solve

@@ -17,11 +17,11 @@ from megaasync.models.flops import flops_per_token
 from megaasync.models.initialize import initialize_
 from megaasync.models.transformer import DecoderStage
 from megaasync.observe.trace import Timeline
-from megaasync.optim.elementwise_rules import NAdam
 from megaasync.plan.plan import make_plan
 from megaasync.schedules import Action, Op, Span
 from megaasync.train.output import RunOutput
 from megaasync.train.trainer import TrainOutcome
+from megaasync.update_rules.kinds.nadam import NAdam
 from tests.entry.test_text_values import SLURM
 from tests.parity.reference import largest_gap, reference_run, validation_loss
 from tests.support.configs import small_config

@@ -16,10 +16,10 @@ from megaasync.distributed.sharding import Sharding
 from megaasync.entry.spawn import spawn_ranks
 from megaasync.models.parameters import roles_of
 from megaasync.optim.flat_param_layout import FlatParamLayout
-from megaasync.optim.newton_schulz import orthogonalize
 from megaasync.optim.routing import route_parameters
 from megaasync.optim.sharded_reducer import ShardedReducer
 from megaasync.optim.stage_optimizer import StageOptimizer
+from megaasync.update_rules.newton_schulz import orthogonalize
 from tests.parity.test_mesh import ODD, assert_layout_changes_nothing, config_of
 from tests.support.configs import small_config
 from tests.support.engine import build

@@ -12,9 +12,9 @@ from megaasync.config.pipeline import phases_of
 from megaasync.distributed import rank_group
 from megaasync.distributed.groups import leave_group
 from megaasync.entry.spawn import spawn_ranks
-from megaasync.optim import matrix_rules
-from megaasync.optim.newton_schulz import orthogonalize
 from megaasync.plan.plan import make_plan
+from megaasync.update_rules import newton_schulz
+from megaasync.update_rules.newton_schulz import orthogonalize
 from tests.parity.test_mesh import DENSE, ODD, config_of
 from tests.support.engine import build
 from tests.support.runs import run_rank
@@ -70,7 +70,7 @@ def counting_rank(environment, config):
         calls.append(tuple(matrices.shape))
         return orthogonalize(matrices, steps=steps, precision=precision)
 
-    matrix_rules.orthogonalize = counted  # of this process, which ends with the run
+    newton_schulz.orthogonalize = counted  # of this process, which ends with the run
     numbers = run_rank(environment, config)
     return calls, numbers
 

@@ -18,12 +18,12 @@ from megaasync.distributed.mesh import Mesh
 from megaasync.distributed.p2p import Receiver, TensorSpec
 from megaasync.distributed.rank_group import ALONE, RankGroup
 from megaasync.observe.trace import Recorder, Timeline, merge
-from megaasync.optim.newton_schulz import orthogonalize
 from megaasync.pipeline.channels import Channels, Transport, group_names
 from megaasync.pipeline.executor import Executor, RankPlace
 from megaasync.pipeline.shared_parts import StagePlace
 from megaasync.pipeline.step_runner import StepPolicy, StepRunner
 from megaasync.schedules import Costs, Phase, PipelineSchedule, build_schedule, schedule_metrics, simulate
+from megaasync.update_rules.newton_schulz import orthogonalize
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)

@@ -8,13 +8,14 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from megaasync.config.schema import ModelConfig, MuonConfig
+from megaasync.config.schema import ModelConfig
 from megaasync.models.parameters import roles_of
 from megaasync.models.transformer import stage_shapes
 from megaasync.optim.flat_param_layout import FlatParamLayout
-from megaasync.optim.newton_schulz import KELLER
 from megaasync.optim.routing import Role, route_parameters
 from megaasync.optim.stage_optimizer import StageOptimizer
+from megaasync.update_rules.kinds.muon import MuonConfig
+from megaasync.update_rules.newton_schulz import KELLER
 
 CONFIG = MuonConfig("muon", 0.004, 0.1, 0.95, 5, "auto", (0.9, 0.95), 1e-8)
 

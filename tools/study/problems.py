@@ -14,7 +14,7 @@ from megaasync.distributed.p2p import TensorSpec
 from megaasync.distributed.rank_group import ALONE
 from megaasync.observe.trace import Recorder
 from megaasync.optim.flat_param_layout import FlatParamLayout
-from megaasync.optim.routing import Role, Route, rules_of
+from megaasync.optim.routing import Role, Route
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.channels import Channels, Transport
 from megaasync.pipeline.executor import Executor, RankPlace
@@ -101,9 +101,9 @@ def solve(problem: Problem, setting: Setting) -> Iterator[Visit]:
     )
     needs = buffers_required((phase,))
     weight = problem.weight
-    element, matrix = rules_of(rule_config)
-    is_matrix = matrix is not None and weight.dim() == 2
-    route = Route(Role.MATRIX, matrix if is_matrix else element, rule_config.weight_decay, is_matrix)
+    rules = rule_config.rules()
+    matrix_rule = rules.matrices if weight.dim() == 2 else None
+    route = Route(Role.MATRIX, matrix_rule or rules.elements, rule_config.weight_decay, matrix_rule is not None)
     layout = FlatParamLayout({"weight": tuple(weight.shape)}, {"weight": route})
     optimizer = StageOptimizer(layout, [weight.detach()], dtype=weight.dtype, learning_rate=lambda update: setting.lr)
     shared = make_shared_parts(

@@ -9,7 +9,7 @@ from megaasync.config.rules.parallel import check_batch, check_expert_parallel, 
 from megaasync.config.rules.schedule import check_schedule, check_tied_checkpoints
 from megaasync.config.rules.training import check_documents, check_kernels, check_restarts
 from megaasync.config.schema import Config
-from megaasync.config.schema.ranges import check_ranges
+from megaasync.fields import check_ranges
 
 RULES: tuple[Callable[[Config], None], ...] = (
     check_ranges,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megaasync.config.schema.ranges import Range
+from megaasync.fields import Range
 
 
 @dataclass(frozen=True, slots=True)

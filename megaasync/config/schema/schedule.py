@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megaasync.config.schema.ranges import Range
+from megaasync.fields import NameOf, Range
+from megaasync.schedules import SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class ScheduleConfig:
             interleaved_2bw with parallel.virtual_stages of them; null for the schedule's own.
     """
 
-    name: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "2bw", "interleaved_2bw", "pipedream", "wpipe"]
+    name: Annotated[str, NameOf(tuple(SCHEDULES))]
     sync_start_steps: Annotated[int, Range(at_least=0)]
     sync_cooldown_steps: Annotated[int, Range(at_least=0)]
     extra_in_flight: Annotated[int, Range(at_least=0)]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_type_hints
 
-from megaasync.config.error import ConfigError
+from megaasync.fields.error import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

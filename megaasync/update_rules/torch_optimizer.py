@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaasync.config.schema import ConfigError
-from megaasync.optim.update_rule import State
+from megaasync.fields import ConfigError
+from megaasync.update_rules.update_rule import State
 
 _TRIAL = {1: (5,), 2: (5, 7)}  # shapes for trials; no two sides alike, so that a state's sides can be told
 
@@ -86,8 +86,8 @@ class TorchOptimizer:
             weights: z, if `sees_weights`; not written to.
             lr: if `sees_weights`, above 0.
         """
-        before = weights if self.sees_weights else torch.zeros_like(grad)
-        moved, lr = before.clone(), lr if self.sees_weights else 1.0
+        before, lr = (weights, lr) if self.sees_weights and weights is not None else (torch.zeros_like(grad), 1.0)
+        moved = before.clone()
         if moved.numel() == 0:
             return moved
         given = grad.clone()  # some optimizers write into it
@@ -130,8 +130,10 @@ def make_optimizer(
     lr: float,
 ) -> torch.optim.Optimizer:
     """An optimizer of the class without weight decay: that is ours to add."""
-    decay = {"weight_decay": 0.0} if "weight_decay" in inspect.signature(factory).parameters else {}
-    return factory(parameters, lr=lr, **decay, **arguments)
+    given = {**arguments, "lr": lr}
+    if "weight_decay" in inspect.signature(factory).parameters:
+        given["weight_decay"] = 0.0
+    return factory(parameters, **given)
 
 
 def find_optimizer(target: str) -> type[torch.optim.Optimizer]:

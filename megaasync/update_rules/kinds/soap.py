@@ -1,16 +1,51 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner. t counts absorbed gradients from 1."""
+"""SOAP (Adam in the eigenbasis of Shampoo's preconditioner) for matrices, AdamW for the rest; t counts from 1."""
+
+from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
-from torch import Tensor
+from megaasync.fields import Range
+from megaasync.update_rules.kinds.adamw import AdamW
+from megaasync.update_rules.optimizer_config import OptimizerConfig, Rules
 
-from megaasync.optim.update_rule import State
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megaasync.update_rules.update_rule import State
+
+
+@dataclass(frozen=True, slots=True)
+class SoapConfig(OptimizerConfig):
+    """SOAP (arXiv 2409.11321) for matrices, AdamW for the rest.
+
+    Attributes:
+        betas: of the moments in the eigenbasis; the second one also of the preconditioner.
+        refresh_interval: updates between steps of the eigenbases.
+        first_basis: gradients that are gathered, without an update, before the first eigenbasis.
+        largest_side: rows or columns above which a side keeps its own axes.
+        adamw_betas: of AdamW for embeddings, head, router and norms.
+    """
+
+    name: Literal["soap"]
+    betas: Annotated[tuple[float, float], Range(at_least=0, below=1)]
+    refresh_interval: Annotated[int, Range(at_least=1)]
+    first_basis: Annotated[int, Range(at_least=1)]
+    largest_side: Annotated[int, Range(at_least=1)]
+    adamw_betas: Annotated[tuple[float, float], Range(at_least=0, below=1)]
+    eps: Annotated[float, Range(above=0)]
+
+    def rules(self) -> Rules:
+        """SOAP for matrices, AdamW for the rest."""
+        matrix = Soap(self.betas, self.eps, self.refresh_interval, self.first_basis, self.largest_side)
+        return Rules(AdamW(self.adamw_betas, self.eps), matrix)
 
 
 def _eigenbasis(symmetric: Tensor) -> Tensor:
     """Eigenvectors [..., n, n] in columns, the largest eigenvalue first."""
+    import torch
+
     try:
         vectors = torch.linalg.eigh(symmetric)[1]
     except torch.linalg.LinAlgError:  # in float32, of matrices that are nearly singular
@@ -20,9 +55,11 @@ def _eigenbasis(symmetric: Tensor) -> Tensor:
 
 def _power_step(symmetric: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """(The basis after one step of orthogonal iteration, the order of its former columns in it)."""
+    import torch
+
     product = symmetric @ basis
     order = (basis * product).sum(dim=-2).argsort(dim=-1, descending=True)
-    return torch.linalg.qr(torch.take_along_dim(product, order.unsqueeze(-2), dim=-1))[0], order
+    return torch.linalg.qr(product.take_along_dim(order.unsqueeze(-2), dim=-1))[0], order
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +87,7 @@ class Soap:
         """Moments, both sides' second moments and their bases."""
         left, right = (n if n <= self.largest_side else 0 for n in like.shape[-2:])
         stack = like.shape[:-2]
-        state = {"m": torch.zeros_like(like), "v": torch.zeros_like(like)}
+        state = {"m": like.new_zeros(like.shape), "v": like.new_zeros(like.shape)}
         for side, n in (("left", left), ("right", right)):
             state[side], state[f"{side}_basis"] = like.new_zeros(*stack, n, n), like.new_zeros(*stack, n, n)
         return state
@@ -59,7 +96,7 @@ class Soap:
         """Bias-corrected Adam direction in the basis of the step before."""
         beta1, beta2 = self.betas
         steps = count - self.first_basis
-        direction = torch.zeros_like(grad)
+        direction = grad.new_zeros(grad.shape)
         if steps > 0:
             state["m"].lerp_(grad, 1 - beta1)
             state["v"].lerp_(_into_basis(grad, state).square_(), 1 - beta2)
@@ -86,7 +123,7 @@ class Soap:
                 continue  # keep the one before
             state[f"{side}_basis"].copy_(basis)
             along = order.unsqueeze(-1) if dim == -2 else order.unsqueeze(-2)
-            state["v"].copy_(torch.take_along_dim(state["v"], along, dim=dim))
+            state["v"].copy_(state["v"].take_along_dim(along, dim=dim))
 
 
 def _into_basis(x: Tensor, state: State) -> Tensor:

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from megaasync.config import ConfigError
-from megaasync.optim.torch_optimizer import make_optimizer, torch_optimizer_rule
-from tests.optim.test_more_rules import LR, MATRICES, STEPS, gradients, ours
-from tests.optim.test_rules import random_tensors
+from megaasync.update_rules.torch_optimizer import make_optimizer, torch_optimizer_rule
 from tests.support.configs import small_config
+from tests.support.trajectories import LR, MATRICES, STEPS, gradients, ours, random_tensors
 
 
 def adapted(target, elementwise=True, **arguments):

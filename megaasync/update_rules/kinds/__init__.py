@@ -1,0 +1,1 @@
+"""One optimizer per module: a subclass of OptimizerConfig and its update rule. The catalog finds them."""

@@ -1,0 +1,14 @@
+"""gpipe: the formulas of its bubble and its buffers."""
+
+import pytest
+
+from megaasync.schedules import schedule_metrics
+from tests.support.tables import SIZES, build
+
+
+def test_figures_are_the_formulas():
+    for p, m in SIZES:
+        figures = schedule_metrics(build("gpipe", p, m))
+        assert figures.bubble == pytest.approx((p - 1) / (m + p - 1)), (p, m)
+        assert figures.versions == (1,) * p
+        assert figures.activations == (m,) * p
