@@ -53,7 +53,7 @@ def test_every_page_and_file_named_in_the_code_exists():
 def test_every_group_choice_is_in_the_running_page():
     page = (ROOT / "docs" / "running.md").read_text()
     for group in (ROOT / "hydra_configs").iterdir():
-        if group.is_dir():
+        if group.is_dir() and group.name not in ("schedule", "optimizer"):  # a catalog each, listed by --help
             row = next(line for line in page.splitlines() if line.startswith(f"| `{group.name}` |"))
             for choice in group.glob("[!_]*.yaml"):
                 assert f"`{choice.stem}`" in row, f"{group.name}={choice.stem}"

@@ -12,6 +12,7 @@ import pytest
 from megaasync.config import Config
 from megaasync.entry.help import render_help
 from megaasync.entry.hydra_app import _count_runs, _end_sweep
+from megaasync.update_rules import OPTIMIZERS
 from tests.support.cli import TINY, environment, pretrain, summary
 
 SWEEP = ["-m", *TINY, "model.num_layers=1", "train.steps=2", "checkpoint.interval=null", "run.dir=sweep"]
@@ -95,7 +96,7 @@ def test_help_explains_every_key():
         assert silent == []
         assert max(map(len, page.splitlines())) <= 118
     for name in ("pretrain", "launch"):
-        for optimizer in ("sgd", "adamw", "nadam", "muon", "soap", "adan", "lion", "mars", "normuon", "torch"):
+        for optimizer in OPTIMIZERS:
             assert "optimizer.lr" in render_help([f"optimizer={optimizer}"], name=name)
     assert "Groups (group=choice):" in page and Config.__name__ not in page
 

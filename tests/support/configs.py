@@ -84,7 +84,7 @@ def _composed(optimizer: str) -> dict[str, Any]:
     groups = ["model=tiny_moe", f"optimizer={optimizer}", "schedule=2bw", "data=synthetic"]
     with _ONE_AT_A_TIME, initialize_config_dir(str(config_folder()), version_base="1.3"):
         config = OmegaConf.to_container(compose("pretrain", groups), resolve=True)
-    _put(config, _SMALLER | {"optimizer": _RATES[optimizer]})
+    _put(config, _SMALLER | {"optimizer": _RATES.get(optimizer, {})})
     return config
 
 
