@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A command in the image, on this folder: scripts/docker_run.sh [-i IMAGE] [command ...]
 #     scripts/docker_run.sh python -m megaasync.pretrain experiment=quickstart
-#     scripts/docker_run.sh -i megaasync:cpu python tools/quickstart.py
+#     scripts/docker_run.sh -i megaasync:cpu python -m tools.study.quickstart
 # Runs as you, in the folder you are in, with all GPUs if there are any. DOCKER=podman takes podman.
 set -euo pipefail
 image=megaasync

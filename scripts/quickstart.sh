@@ -4,4 +4,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment
-exec "$PYTHON" tools/quickstart.py "$@"
+exec "$PYTHON" -m tools.study.quickstart "$@"

@@ -12,10 +12,10 @@ for study in "${studies[@]}"; do
     echo "== $study"
     "$PYTHON" tools/delay_study.py "study=$study"
     if [ "$study" = time_to_loss ]; then
-        "$PYTHON" tools/time_to_loss.py
+        "$PYTHON" -m tools.study.time_to_loss
     fi
 done
 if [ $# -eq 0 ]; then
     echo "== theory"
-    "$PYTHON" tools/delay_theory.py
+    "$PYTHON" -m tools.study.delay_theory
 fi

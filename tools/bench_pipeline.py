@@ -1,27 +1,10 @@
-"""Throughput of every schedule side by side: our engine and torch.distributed.pipelining, real or emulated compute.
+"""python -m tools.bench.pipeline, by a name that stays."""
 
-    python tools/bench_pipeline.py [mode=emulated|real] [ranks=4,8] [microbatches_per_rank=1,2] [key=value ...]
-
-Real compute runs the product's trainer (and the same model and optimizer under torch's schedules) on one thread per
-rank. Emulated compute sleeps each action's cost over the real transport, so that more ranks than cores can be measured.
-Rounds are alternated between the schedules; figures are medians. Writes bench.csv and bench.png into `out`.
-"""
-
-import importlib
 import sys
+from pathlib import Path
 
-from bench.options import Bench, read_arguments
-from command_line import one_message, wants_help
-
-
-def main() -> None:
-    """Entry point."""
-    if wants_help(Bench, __doc__):
-        return
-    with one_message():
-        bench = read_arguments(sys.argv[1:])
-        importlib.import_module("bench.rounds").run(bench)  # torch
-
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of tools/, where files would hide libraries
+from tools.bench.pipeline import main  # noqa: E402
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megaasync.config import ConfigError, read
-from megaasync.entry.hydra_app import config_folder, explain
+from megaasync.entry.console import tolerate_console
+from megaasync.entry.hydra_app import config_folder, explain, run_app
 from megaasync.entry.spawn import Interrupted, RankFailed
 from megaasync.entry.text_values import yaml_mistake
 from megaasync.schedules import ScheduleError
@@ -53,9 +54,18 @@ def wants_help(cls: type, page: str | None) -> bool:
     """Print what a tool is and takes, if it was asked for."""
     if not any(one in ("-h", "--help") for one in sys.argv[1:]):
         return False
+    tolerate_console()  # --help | head
     print(page)
     print(cls.__doc__)
     return True
+
+
+def run_config_tool(task: Callable[..., None], page: str | None) -> None:
+    """Compose the config of a run from the command line and call `task(config)` with it, as a plain dict."""
+    if any(one in ("-h", "--help") for one in sys.argv[1:]):
+        tolerate_console()
+        print(f"{page}\nIt takes the keys of megaasync.pretrain:\n")
+    run_app(task)
 
 
 def as_flags(message: str) -> str:
@@ -90,6 +100,7 @@ def check_output(key: str, path: Path, *, is_folder: bool) -> None:
 @contextmanager
 def one_message() -> Iterator[None]:
     """Turn errors into one line and a status: 2 for the user's mistakes, 1 for a failed rank, 130 for an interrupt."""
+    tolerate_console()
     try:
         yield
     except RankFailed as error:

@@ -55,8 +55,13 @@ def environment_record(package: Path, *, command: str) -> dict[str, Any]:
 
 
 def code_hash(package: Path) -> str:
-    """Hash every Python file of the package with its name; a checkout and an installation of it have the same hash."""
+    """Hash every Python file of the package with its name; a checkout and an installation of it have the same hash.
+
+    The tools, which an installation has inside the package, are left out: no run imports them.
+    """
     found = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
+        if path.is_relative_to(package / "tools"):
+            continue
         found.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:16]

@@ -1,6 +1,6 @@
 """Bytes that one microbatch's forward keeps for its backward, by formula: what autograd saves in each layer.
 
-`tools/measure_plan.py` counts the same by running the layers on fake tensors.
+`tools/bench/measure_plan.py` counts the same by running the layers on fake tensors.
 """
 
 from dataclasses import dataclass, replace

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.support.cli import REPOSITORY, TINY, environment, metrics, pretrain, summary
+from tests.support.cli import TINY, environment, metrics, pretrain, summary
 
 EXACT = ["train.dtype=float64", "train.lr_schedule=constant"]
 
@@ -251,31 +251,3 @@ def test_wandb_offline_logs_on_our_step_axis_and_a_broken_one_stops_nothing(tmp_
     assert ran.status == 0, ran.err
     assert "wandb:" in ran.out
     assert len(metrics(tmp_path / "online")) == 3
-
-
-@pytest.fixture(scope="module")
-def wheel_site(tmp_path_factory):
-    """The project built as a wheel and installed into an empty folder."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    ignore = lambda where, names: [n for n in names if n.startswith(".") or n in ("runs", "build", "tests")]  # noqa: E731
-    import shutil
-
-    shutil.copytree(REPOSITORY, source, ignore=ignore)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)], check=True)
-    (wheel,) = folder.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(folder / "site"), str(wheel)], check=True)
-    shutil.rmtree(source)
-    return folder / "site"
-
-
-def test_an_installed_wheel_trains_from_an_empty_folder(wheel_site, tmp_path):
-    where = subprocess.run(
-        [sys.executable, "-c", "import megaasync; print(megaasync.__file__)"],
-        env={**environment(), "PYTHONPATH": str(wheel_site)}, cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert where.stdout.startswith(str(wheel_site))
-    ran = pretrain(*TINY, "train.steps=2", "run.dir=run", cwd=tmp_path, PYTHONPATH=str(wheel_site))
-    assert ran.status == 0, ran.err
-    assert summary(tmp_path / "run")["status"] == "completed"

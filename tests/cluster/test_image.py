@@ -102,7 +102,7 @@ def test_the_image_builds_on_a_cpu_base_and_trains_inside(tmp_path, buildah):
     out = buildah("run", container, "--", "python", "-m", "megaasync.pretrain", *arguments)
     assert "completed after 3 steps" in out
     out = buildah(
-        "run", container, "--", "python", "tools/quickstart.py", "train.steps=4", "train.eval_sequences=8",
+        "run", container, "--", "python", "-m", "tools.study.quickstart", "train.steps=4", "train.eval_sequences=8",
         "data.cache_dir=/tmp/cache",
     )  # fmt: skip
     assert "2bw + error feedback" in out and "report: /workspace/runs/" in out

@@ -93,7 +93,7 @@ def install_here(recorder, monkeypatch):
 def test_the_signatures_are_those_of_the_pinned_wheel(tmp_path):
     """Downloaded and read again; skipped where there is no package index."""
     out = tmp_path / "read.json"
-    command = [sys.executable, str(REPOSITORY / "tools" / "te_signatures.py"), f"out={out}"]
+    command = [sys.executable, "-m", "tools.bench.te_signatures", f"out={out}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ), check=False)
     if "cannot be downloaded" in done.stderr:
         pytest.skip(done.stderr.strip())

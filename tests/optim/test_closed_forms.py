@@ -1,8 +1,6 @@
 """The closed forms of docs/method.md for a quadratic, out of the real executor on one rank with optimizer=sgd."""
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +10,7 @@ from megaasync.optim.flat_param_layout import FlatParamLayout
 from megaasync.optim.routing import Role, Route
 from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.update_rules.kinds.sgd import Sgd, SgdConfig
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-from study.problems import Problem, Setting, solve
+from tools.study.problems import Problem, Setting, solve
 
 MODES = {"sync": (0, False), "delayed": (1, False), "error feedback": (1, True)}
 

@@ -16,7 +16,7 @@ from megaasync.models.transformer import DecoderStage
 from megaasync.plan.plan import make_plan
 from megaasync.plan.text import render_plan, summarise_plan
 from tests.entry.test_text_values import SLURM
-from tests.support.cli import REPOSITORY, environment, pretrain, tool
+from tests.support.cli import environment, pretrain, tool
 from tests.support.configs import BALANCED, small_config
 
 PAPER = ("dry_run=true", "experiment=paper_10b_moe", "cluster=slurm", "cluster.nodes=8")
@@ -85,8 +85,7 @@ def test_wrong_layouts_for_a_cluster(tmp_path):
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def measuring_rank(environment, config, ranks):
     """(planned, measured) bytes of each rank, in a process of its own: fake tensors leave marks in torch."""
-    sys.path.insert(0, str(REPOSITORY / "tools"))
-    from measure_plan import measure_rank, planned_rank
+    from tools.bench.measure_plan import measure_rank, planned_rank
 
     return [(planned_rank(config, rank), measure_rank(config, rank)) for rank in ranks]
 
@@ -222,9 +221,9 @@ def test_a_delay_on_one_rank_is_said_and_a_cpu_job_has_no_gpu_figures():
 
 
 def test_the_measuring_tool(tmp_path):
-    ran = tool("measure_plan.py", *PAPER[1:], cwd=tmp_path)
+    ran = tool("tools.bench.measure_plan", *PAPER[1:], cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "rank 63 of 64" in ran.stdout
-    refused = tool("measure_plan.py", "model=tiny_moe", cwd=tmp_path)
+    refused = tool("tools.bench.measure_plan", "model=tiny_moe", cwd=tmp_path)
     assert refused.returncode == 2
     assert "set train.dtype=bfloat16" in refused.stderr

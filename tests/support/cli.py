@@ -80,10 +80,12 @@ def pretrain(*arguments: str, cwd: Path, timeout: float = 120, python: tuple[str
 
 
 def tool(name: str, *arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess:
+    """A tool by the path of its script, or by its module."""
+    called = [str(REPOSITORY / "tools" / name)] if name.endswith(".py") else ["-m", name]
     return subprocess.run(
-        [sys.executable, str(REPOSITORY / "tools" / name), *arguments],
+        [sys.executable, *called, *arguments],
         cwd=cwd,
-        env=environment(),
+        env=environment(PYTHONPATH=str(REPOSITORY)),
         capture_output=True,
         text=True,
         timeout=timeout,

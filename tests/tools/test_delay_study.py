@@ -3,21 +3,18 @@
 import csv
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-from delay_study import read_options
 from megaasync.config import Config, ConfigError, read, validate
-from study.design import Run, runs_of
-from study.results import cells_of, chosen_lrs, markdown_table
-from study.runner import Result
 from tests.support.cli import TINY, metrics, tool
-from time_to_loss import speedups_of, steps_to, table
+from tools.study.delay_study import read_options
+from tools.study.design import Run, runs_of
+from tools.study.results import cells_of, chosen_lrs, markdown_table
+from tools.study.runner import Result
+from tools.study.time_to_loss import speedups_of, steps_to, table
 
 STUDIES = sorted(path.stem for path in (Path(__file__).parents[2] / "tools/study/configs/study").glob("*.yaml"))
 SMALL = ("study.base=" + json.dumps([*TINY, "train.steps=6", "train.warmup_steps=2"]), "study.seeds=[5]")
@@ -220,12 +217,12 @@ def test_time_to_loss_measures_and_divides(tmp_path):
                   (("sync", 1, 2.0), ("delayed", 1, 2.2), ("delayed", 1.2, 2.0), ("delayed", 1.2, 2.0)))
     )  # fmt: skip
     small = "model.hidden_size=16,model.ffn_hidden_size=16,model.seq_length=16,data=synthetic"
-    ran = tool("time_to_loss.py", "study=.", "rounds=1", "steps=10", f"overrides={small}", cwd=tmp_path)
+    ran = tool("tools.study.time_to_loss", "study=.", "rounds=1", "steps=10", f"overrides={small}", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     written = json.loads((tmp_path / "time_to_loss.json").read_text())
     (one,), (row,) = written["rounds"], written["rows"]
     assert set(one) == {"sync", "delayed", "delayed + EF"}
     assert row["steps"] == pytest.approx(1.2) and row["speedup"] == pytest.approx(one["delayed"] / one["sync"])
     assert row["time"] == pytest.approx(1.2 * one["sync"] / one["delayed"])
-    ran = tool("time_to_loss.py", "study=nowhere", cwd=tmp_path)
+    ran = tool("tools.study.time_to_loss", "study=nowhere", cwd=tmp_path)
     assert ran.returncode == 2 and "study=nowhere: no results.csv there" in ran.stderr

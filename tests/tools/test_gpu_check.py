@@ -12,13 +12,12 @@ import torch
 import yaml
 
 REPOSITORY = Path(__file__).parents[2]
-sys.path.insert(0, str(REPOSITORY / "tools"))
 
-from bench.gpu_checks import Place, _memory  # noqa: E402
-from bench.plain_config import compose, read_simple  # noqa: E402
-from command_line import compose_plain  # noqa: E402
 from megaasync.plan.plan import make_plan  # noqa: E402
 from tests.support.configs import small_config  # noqa: E402
+from tools.bench.gpu_checks import Place, _memory  # noqa: E402
+from tools.bench.plain_config import compose, read_simple  # noqa: E402
+from tools.command_line import compose_plain  # noqa: E402
 
 CONFIGS = sorted((REPOSITORY / "hydra_configs").rglob("*.yaml"))
 

@@ -1,16 +1,12 @@
-"""tools/delay_theory.py: its problems are as smooth as it says, and its runs are the executor's."""
+"""tools/study/delay_theory.py: its problems are as smooth as it says, and its runs are the executor's."""
 
 import csv
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-from delay_theory import _PROBLEMS, Trial, bound, run_trial
 from tests.support.cli import tool
+from tools.study.delay_theory import _PROBLEMS, Trial, bound, run_trial
 
 
 def gradient(problem, weight):
@@ -67,7 +63,7 @@ def test_the_bound_grows_with_how_far_away_gradients_are_taken():
 
 def test_the_tool_writes_its_table_and_pictures(tmp_path):
     ran = tool(
-        "delay_theory.py", "steps=32", "delays=0,2", "problems=quadratic", "step_sizes=0.08", "out=t",
+        "tools.study.delay_theory", "steps=32", "delays=0,2", "problems=quadratic", "step_sizes=0.08", "out=t",
         cwd=tmp_path,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
@@ -87,5 +83,5 @@ def test_the_tool_writes_its_table_and_pictures(tmp_path):
         (["delays=1,2"], "delays=[1, 2]: must hold 0"),
         (["problems=cubic"], "problems=cubic: unknown problem"),
     ):
-        ran = tool("delay_theory.py", *arguments, cwd=tmp_path)
+        ran = tool("tools.study.delay_theory", *arguments, cwd=tmp_path)
         assert ran.returncode == 2 and words in ran.stderr and "Traceback" not in ran.stderr

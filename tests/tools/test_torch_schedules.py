@@ -1,18 +1,13 @@
 """The benchmark compares like with like: torch's schedules on the same model give our losses, optimizer included."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-from bench.case import Case
-from bench.real import real_config, run_rank
-from bench.torch_schedules import TORCH_SCHEDULES, run_real_rank
 from megaasync.entry.spawn import spawn_ranks
 from tests.support.tiers import slow_params
+from tools.bench.case import Case
+from tools.bench.real import real_config, run_rank
+from tools.bench.torch_schedules import TORCH_SCHEDULES, run_real_rank
 
 SMALL = ("model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.seq_length=16")
 

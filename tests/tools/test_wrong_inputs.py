@@ -38,19 +38,19 @@ ROWS = [
     ("bench_pipeline.py", ["steps=0"], ["steps=0", "at least 5"]),
     ("bench_pipeline.py", ["ranks=0"], ["ranks=[0]", "at least 1"]),
     ("bench_pipeline.py", ["out=few.txt"], ["out=few.txt", "is a file"]),
-    ("measure_plan.py", ["model.hidden=3"], ["model.hidden", "did you mean model.hidden_size"]),
-    ("measure_plan.py", ["train.steps=-1"], ["train.steps=-1", "at least 1"]),
+    ("tools.bench.measure_plan", ["model.hidden=3"], ["model.hidden", "did you mean model.hidden_size"]),
+    ("tools.bench.measure_plan", ["train.steps=-1"], ["train.steps=-1", "at least 1"]),
     ("delay_study.py", ["study=none"], ["study=none", "choose batch"]),
     ("delay_study.py", ["seeds=3"], ["seeds", "unknown key", "delay_study.py --help"]),
     ("delay_study.py", ["only=[adamm]"], ["adamm", "adamw"]),
     ("delay_study.py", ["workers=0"], ["workers=0", "at least 1"]),
     ("delay_study.py", ["out=/proc/x"], ["out=/proc/x", "another place"]),
-    ("delay_theory.py", ["steps=1"], ["steps=1", "at least 16"]),
-    ("delay_theory.py", ["problems=cubic"], ["problems=cubic", "choose quadratic"]),
-    ("delay_theory.py", ["out=/proc/x"], ["out=/proc/x", "another place"]),
-    ("time_to_loss.py", ["rounds=0"], ["rounds=0", "at least 1"]),
-    ("time_to_loss.py", ["study=nowhere"], ["study=nowhere", "no results.csv"]),
-    ("quickstart.py", ["train.stepss=3"], ["train.stepss", "did you mean train.steps"]),
+    ("tools.study.delay_theory", ["steps=1"], ["steps=1", "at least 16"]),
+    ("tools.study.delay_theory", ["problems=cubic"], ["problems=cubic", "choose quadratic"]),
+    ("tools.study.delay_theory", ["out=/proc/x"], ["out=/proc/x", "another place"]),
+    ("tools.study.time_to_loss", ["rounds=0"], ["rounds=0", "at least 1"]),
+    ("tools.study.time_to_loss", ["study=nowhere"], ["study=nowhere", "no results.csv"]),
+    ("tools.study.quickstart", ["train.stepss=3"], ["train.stepss", "did you mean train.steps"]),
     ("megaasync.checkpoint", ["list", "nowhere"], ["nowhere", "no such folder"]),
     ("megaasync.checkpoint", ["describe", "."], ["no checkpoints in it", "give a run folder"]),
     ("megaasync.checkpoint", ["lst", "."], ["'lst'", "'list', 'verify', 'describe'"]),
@@ -65,7 +65,11 @@ def test_a_wrong_input_is_one_message(tmp_path, name, arguments, words):
     def run():
         began = time.monotonic()
         ran = subprocess.run(
-            [sys.executable, *called, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True
+            [sys.executable, *called, *arguments],
+            cwd=tmp_path,
+            env=environment(PYTHONPATH=str(REPOSITORY)),
+            capture_output=True,
+            text=True,
         )
         return ran, time.monotonic() - began
 

@@ -1,1 +1,1 @@
-"""Parts of tools/bench_pipeline.py: emulated and real runs, ours and torch's, and what is shown of them."""
+"""Measurements: schedules, steps, checkpoints, plans and GPUs; and pictures of schedules."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from bench.case import Case, Emulation, Measured
 from megaasync.config.parallel_dims import AXES, ParallelDims
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
@@ -24,6 +23,8 @@ from megaasync.pipeline.shared_parts import StagePlace
 from megaasync.pipeline.step_runner import StepPolicy, StepRunner
 from megaasync.schedules import Costs, Phase, PipelineSchedule, build_schedule, schedule_metrics, simulate
 from megaasync.update_rules.newton_schulz import orthogonalize
+
+from .case import Case, Emulation, Measured
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)

@@ -13,9 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.line import Line
-from bench.muon import compare, matrix_shapes
-from bench.plain_config import compose
 from megaasync.config import Config, read, validate
 from megaasync.data.corpus import PythonStdlibCorpus, is_held_out
 from megaasync.data.indexed_dataset import IndexedWriter
@@ -34,6 +31,10 @@ from megaasync.plan.plan import make_plan
 from megaasync.schedules import COMPUTE_OPS, Op
 from megaasync.train.build import build_trainer
 from megaasync.train.trainer import TrainOutcome
+
+from .line import Line
+from .muon import compare, matrix_shapes
+from .plain_config import compose
 
 _ALONE = RankEnvironment(0, 1, 0, 1, "")
 _BYTES = 256  # ids of text as bytes, for machines without a tokenizer

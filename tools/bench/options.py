@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.case import TORCH_SCHEDULES
-from command_line import check_output, read_pairs
 from megaasync.config import ConfigError
 from megaasync.entry.text_values import load_yaml
 from megaasync.schedules import SCHEDULES
+
+from ..command_line import check_output, read_pairs
+from .case import TORCH_SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,16 @@ from datetime import timedelta
 
 import torch
 
-from bench.case import Case
-from bench.emulated import EmulatedRun, measure
-from command_line import compose_plain
 from megaasync.config import Config, read, validate
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import join_group, leave_group
 from megaasync.observe.trace import Timeline
 from megaasync.train.build import build_trainer
+
+from ..command_line import compose_plain
+from .case import Case
+from .emulated import EmulatedRun, measure
 
 # A dense model whose layers are equal and whose head is small, so that two or four stages cost the same, with enough
 # tokens per microbatch that compute outweighs the optimizer step.

@@ -3,18 +3,19 @@
 import time
 from pathlib import Path
 
-from bench.case import TORCH_SCHEDULES, Case, Emulation, Measured
-from bench.emulated import costs_of, measure, planned, schedule_of
-from bench.emulated import run_rank as run_emulated
-from bench.options import Bench
-from bench.real import measure_timeline, real_config
-from bench.real import run_rank as run_real
-from bench.show import Line, print_table, rows_of, write_csv, write_png
-from bench.torch_schedules import measure_emulated, run_emulated_rank, run_real_rank
 from megaasync.config import ConfigError
 from megaasync.entry.spawn import spawn_ranks
 from megaasync.observe.trace import Timeline, merge
 from megaasync.schedules import SCHEDULES, ScheduleError, Span, build_schedule, render_svg, simulate
+
+from .case import TORCH_SCHEDULES, Case, Emulation, Measured
+from .emulated import costs_of, measure, planned, schedule_of
+from .emulated import run_rank as run_emulated
+from .options import Bench
+from .real import measure_timeline, real_config
+from .real import run_rank as run_real
+from .show import Line, print_table, rows_of, write_csv, write_png
+from .torch_schedules import measure_emulated, run_emulated_rank, run_real_rank
 
 
 def cases_of(bench: Bench, *, num_ranks: int, per_rank: int) -> list[Case]:

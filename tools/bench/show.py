@@ -11,7 +11,7 @@ import matplotlib as mpl
 from rich.console import Console
 from rich.table import Table
 
-from bench.case import Case, Measured
+from .case import Case, Measured
 
 mpl.use("Agg")
 

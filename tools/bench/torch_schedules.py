@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import pipelining
 
-from bench.case import TORCH_SCHEDULES, Case, Emulation, Measured
-from bench.emulated import sleep_until
 from megaasync.config.schema import Config
 from megaasync.data.microbatches import TokenSequences, TrainingMicrobatches
 from megaasync.data.synthetic import MarkovSource
@@ -34,6 +32,9 @@ from megaasync.optim.stage_optimizer import StageOptimizer
 from megaasync.pipeline.gradients import GradientBuffers
 from megaasync.pipeline.weight_versions import WeightVersions
 from megaasync.plan.sizes import DTYPES
+
+from .case import TORCH_SCHEDULES, Case, Emulation, Measured
+from .emulated import sleep_until
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)

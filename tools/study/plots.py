@@ -9,9 +9,10 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 from megaasync.observe.run_files import read_metrics
-from study.design import StudyConfig
-from study.results import Cell
-from study.runner import Result
+
+from .design import StudyConfig
+from .results import Cell
+from .runner import Result
 
 _COLORS = ("#3b6ea8", "#d1495b", "#2e8b57", "#e0902f", "#7a5195", "#7f7f7f", "#00798c", "#b08968", "#c774b2", "#333333")
 _SMOOTHED = 0.02  # of a run, per point of a curve

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaasync.observe.run_files import write_text
-from study.design import StudyConfig
-from study.runner import Result
+
+from .design import StudyConfig
+from .runner import Result
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from typing import Any
 import megaasync
 from megaasync.cluster.record import code_hash
 from megaasync.observe.run_files import read_metrics, write_json
-from study.design import Run
+
+from .design import Run
 
 _DONE = "study.json"
 

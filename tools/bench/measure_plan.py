@@ -1,6 +1,6 @@
 """Check a plan: build the first and the last rank of a layout on fake tensors and count what they hold.
 
-    python tools/measure_plan.py [group=choice] [key=value ...]        as for megaasync.pretrain
+    python -m tools.bench.measure_plan [group=choice] [key=value ...]        as for megaasync.pretrain
 
 Nothing is computed and no memory is taken: tensors are torch's FakeTensors, the other ranks are torch's fake process
 group, and every expert gets as many tokens as any other. The product's own code builds stages, versions, gradient sums
@@ -25,7 +25,7 @@ from megaasync.config import Config, ConfigError, phases_of, read, validate
 from megaasync.config.parallel_dims import local_range
 from megaasync.data.microbatches import Microbatch
 from megaasync.distributed.mesh import Mesh
-from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, fail, run_app
+from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, fail
 from megaasync.nn.moe import MoE
 from megaasync.nn.recompute import Recompute
 from megaasync.nn.token_dispatcher import TokenDispatcher
@@ -35,6 +35,8 @@ from megaasync.plan.sizes import DTYPES, buffers_required
 from megaasync.pretrain import resolve_data
 from megaasync.train.groups import make_groups
 from megaasync.train.stages import build_stage
+
+from ..command_line import run_config_tool
 
 _CPU = torch.device("cpu")
 
@@ -187,5 +189,10 @@ def measure(plain: dict[str, Any]) -> None:
         fail("plan and measurement differ by more than a tenth", status=1)
 
 
+def main() -> None:
+    """Entry point."""
+    run_config_tool(measure, __doc__)
+
+
 if __name__ == "__main__":
-    run_app(measure)
+    main()

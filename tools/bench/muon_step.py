@@ -1,6 +1,6 @@
 """Muon's step over 48 matrices of the tiny and the 135M model, against a loop over the matrices in the same run.
 
-    python tools/bench_muon.py [rounds=5] [matrices=48] [threads=2]
+    python -m tools.bench.muon_step [rounds=5] [matrices=48] [threads=2]
 
 Both step the same weights with the same gradients, in turn, in float32 on the CPU, and must agree.
 """
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.muon import compare, matrix_shapes
-from command_line import compose_plain, one_message, read_pairs, wants_help
 from megaasync.config import Config, ConfigError, read
 from megaasync.entry.text_values import load_yaml
+
+from ..command_line import compose_plain, one_message, read_pairs, wants_help
+from .muon import compare, matrix_shapes
 
 _MATRICES_OF_A_LAYER = 7  # query, key, value, output, gate, up, down
 

@@ -1,6 +1,6 @@
 """Muon under a fixed delay on problems of known smoothness: measured convergence beside what theory bounds.
 
-    python tools/delay_theory.py [steps=800] [delays=0,1,2,4,8] [problems=quadratic,momentum,logistic,noisy] [out=...]
+    python -m tools.study.delay_theory [steps=800] [delays=0,1,2,4,8] [problems=quadratic,...] [out=...]
 
 Every run is the product's executor on one rank with `optimizer=muon`. Writes theory.csv, theory.md and a picture per
 problem into `out`. What the bound says, and its source: docs/theory.md.
@@ -21,12 +21,13 @@ import torch
 from matplotlib import pyplot
 from torch import Tensor
 
-from command_line import check_output, one_message, read_pairs, wants_help
 from megaasync.config import ConfigError
 from megaasync.entry.text_values import load_yaml
 from megaasync.observe.run_files import write_text
 from megaasync.update_rules.kinds.muon import MuonConfig
-from study.problems import Problem, Setting, solve
+
+from ..command_line import check_output, one_message, read_pairs, wants_help
+from .problems import Problem, Setting, solve
 
 _ROWS, _COLUMNS = 12, 16
 _MUON = MuonConfig("muon", 0.0, 0.0, 0.0, 5, "auto", betas=(0.9, 0.95), eps=1e-8)

@@ -1,6 +1,6 @@
 """What the framework costs on one rank: our step against a plain torch loop of the same model, in time and memory.
 
-    python tools/bench_step.py [key=value ...]
+    python -m tools.bench.step [key=value ...]
 
 Keys are those of `megaasync.pretrain`; the model is a dense one of 8M parameters under AdamW on the CPU, one thread.
 Each side runs in a process of its own, in turn; both start from the same weights and see the same batches, and their
@@ -14,8 +14,10 @@ import time
 from typing import Any
 
 from megaasync.config import Config, read, validate
-from megaasync.entry.hydra_app import fail, run_app
+from megaasync.entry.hydra_app import fail
 from megaasync.entry.spawn import spawn_ranks
+
+from ..command_line import run_config_tool
 
 STEPS, ROUNDS, WARM = 12, 5, 2
 DEFAULTS = {
@@ -68,7 +70,7 @@ def run_rank(environment: Any, plain: dict[str, Any], kind: str) -> dict[str, An
     torch = importlib.import_module("torch")
     build = importlib.import_module("megaasync.train.build")
     prepare = importlib.import_module("megaasync.data.prepare")
-    reference = importlib.import_module("bench.plain")
+    reference = importlib.import_module(".plain", __package__)
     torch.set_num_threads(1)
     config = validate(read(Config, plain))
     prepared = prepare.prepare_data(config.data, vocab_size=config.model.vocab_size, notify=lambda line: None)
@@ -118,5 +120,10 @@ def bench(plain: dict[str, Any]) -> None:
     )
 
 
+def main() -> None:
+    """Entry point."""
+    run_config_tool(bench, __doc__)
+
+
 if __name__ == "__main__":
-    run_app(bench)
+    main()

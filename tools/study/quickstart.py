@@ -12,9 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from command_line import compose_plain, one_message
 from megaasync.observe.report import Curve, render_curves, render_page, render_table, show
 from megaasync.observe.run_files import read_metrics, write_text
+
+from ..command_line import compose_plain, one_message
 
 _ROUNDS, _FEWEST_STEPS = 3, 20  # of a run, and of a round
 _STEADY = 1.25  # most over least ratio of rounds that agree
@@ -127,9 +128,7 @@ def main() -> None:
     """Run in alternated rounds, compare, print; arguments are further overrides for all three runs."""
     extra = sys.argv[1:]
     if any(one in ("-h", "--help") for one in extra):
-        print(
-            f"{__doc__}\n\nusage: python tools/quickstart.py [key=value ...], as of python -m megaasync.pretrain --help"
-        )
+        print(f"{__doc__}\n\nusage: python -m tools.study.quickstart [key=value ...], as for megaasync.pretrain")
         return
     with one_message():
         total = compose_plain(["experiment=quickstart", *extra])["train"]["steps"]

@@ -1,6 +1,6 @@
 """Wall-clock time to the synchronous run's loss: steps needed (study=time_to_loss) times measured throughput.
 
-    python tools/time_to_loss.py [study=runs/study/time_to_loss] [rounds=5] [steps=150] [microbatches=2] [key=value ...]
+    python -m tools.study.time_to_loss [study=runs/study/time_to_loss] [rounds=5] [steps=150] [key=value ...]
 
 Throughput is that of `python -m megaasync.pretrain experiment=delay_study parallel.pipeline=2` under 1f1b, 2bw and 2bw
 with error feedback, in rounds whose order turns, on this machine; nothing else should run. Prints a table and writes
@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from command_line import one_message, read_pairs, wants_help
 from megaasync.config import ConfigError
 from megaasync.entry.text_values import load_yaml
 from megaasync.observe.run_files import write_json, write_text
+
+from ..command_line import one_message, read_pairs, wants_help
 
 _OVERRIDES = {  # by the study's names of its modes
     "sync": ("schedule=1f1b",),

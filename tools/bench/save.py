@@ -1,6 +1,6 @@
 """What a checkpoint costs the training: steps with and without saves, a save's pause, a plain copy of the state.
 
-    python tools/bench_save.py [key=value ...]
+    python -m tools.bench.save [key=value ...]
 
 Keys are those of `megaasync.pretrain`; the model is a dense one of 5M parameters in two stages or more. The same run is
 made without checkpoints and with one every five steps, three times in turn.
@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megaasync.config import Config, read, validate
-from megaasync.entry.hydra_app import run_app
 from megaasync.entry.spawn import spawn_ranks
+
+from ..command_line import run_config_tool
 
 STEPS, INTERVAL, ROUNDS = 20, 5, 3
 DEFAULTS = {
@@ -112,5 +113,10 @@ def bench(plain: dict[str, Any]) -> None:
     )
 
 
+def main() -> None:
+    """Entry point."""
+    run_config_tool(bench, __doc__)
+
+
 if __name__ == "__main__":
-    run_app(bench)
+    main()

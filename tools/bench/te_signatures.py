@@ -1,6 +1,6 @@
 """Read from Transformer Engine's own source what it takes: the signatures that our adapter is tested against.
 
-    python tools/te_signatures.py [wheel=FILE] [out=tests/support/te_signatures.json]
+    python -m tools.bench.te_signatures [wheel=FILE] [out=tests/support/te_signatures.json]
 
 Without a wheel, pip downloads the pinned one (1 MB, Python sources only, nothing is installed). Nothing of it is run:
 classes and functions are found with ast, by following the imports of the modules that name them.
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from command_line import one_message, read_pairs, wants_help
 from megaasync.config import ConfigError
+
+from ..command_line import one_message, read_pairs, wants_help
 
 VERSION = "2.20.2"
 NAMES = {  # by module: what the adapter uses, and of classes which methods

@@ -1,0 +1,1 @@
+"""Data programs: tokenizers and token files from text."""
