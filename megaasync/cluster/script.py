@@ -210,7 +210,8 @@ def _secret_lines(cluster: SlurmCluster) -> list[str]:
 
 def _step_lines(job: Job, step: list[str]) -> list[str]:
     again = [
-        "# Queued or started again, the run goes on from its own newest checkpoint, whatever it was begun from",
+        "# After a requeue or a second submission the run continues from its own newest checkpoint, even if it was",
+        "# first started from another one",
         "again=()",
         "goes_on() { again=(--goes-on); }",
         'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then goes_on; fi',
@@ -221,7 +222,7 @@ def _step_lines(job: Job, step: list[str]) -> list[str]:
         "srun --kill-on-bad-exit=1 \\",
         *step,
         "status=$? verdict=again",
-        "# srun tells the highest status of its tasks; the rank that ended first has written down its own",
+        "# srun returns the highest status of its tasks; we want that of the rank that ended first, which it has saved",
         f'if [ -s "$run_dir/{ENDED}" ]; then read -r status verdict < "$run_dir/{ENDED}"; fi',
     ]
     if not job.max_restarts:

@@ -26,7 +26,8 @@ def permuted(positions: np.ndarray, *, size: int, seed: int, epoch: int) -> np.n
     Args:
         positions: [n] integers in [0, size).
         size: number of items.
-        seed, epoch: choose the permutation.
+        seed: of the run.
+        epoch: pass over the data; both choose the permutation.
 
     Returns:
         [n] int64; a bijection of [0, size).

@@ -110,7 +110,8 @@ class RankGroup:
         Args:
             received: [sum(received_sizes), ...].
             sent: [sum(sent_sizes), ...].
-            received_sizes, sent_sizes: rows from and to each rank.
+            received_sizes: rows from each rank.
+            sent_sizes: rows to each rank.
         """
         if self.handle is None:
             received.copy_(sent)

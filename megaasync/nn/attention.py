@@ -33,7 +33,8 @@ class Attention(nn.Module):
 
         Args:
             hidden_size: D.
-            num_heads, num_kv_heads: H and G of the whole layer.
+            num_heads: H of the whole layer.
+            num_kv_heads: G of the whole layer.
             norm_eps: of the norms of queries and keys, whose weights [K] all heads share; None for no such norms.
             tensor: the ranks among which heads are split.
             context: how it is computed.

@@ -107,7 +107,7 @@ def head_loss(
         labels_BS: [B, S] int64.
         mask_BS: [B, S] bool.
         vocab_size: V.
-        computation: the backend, and how many tokens' logits are held at once.
+        context: the backend, and how many tokens' logits are held at once.
         tensor: ranks over which the vocabulary is split.
 
     Returns:

@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 540, 250, 64, 36, 34
+_LETTER = 6.2  # width of one, about
 _MOST_POINTS = 1500  # of one curve; more cannot be seen
 _COLORS = ("#2166ac", "#d6604d", "#4d9221", "#762a83")
 
@@ -37,6 +38,22 @@ def _labels(ticks: Sequence[float]) -> list[str]:
     return texts
 
 
+def _legend(names: Sequence[str]) -> tuple[list[str], int]:
+    """(The curves' names as text elements right of the title, in rows; the height of the rows after the first)."""
+    parts: list[str] = []
+    across, row = _WIDTH - 14.0, 0
+    for number, name in enumerate(names):
+        wide = _LETTER * len(name) + 14
+        if across - wide < _LEFT + (_WIDTH / 2 if row == 0 else 0):  # the title has the left of the first row
+            across, row = _WIDTH - 14.0, row + 1
+        color = _COLORS[number % len(_COLORS)]
+        parts.append(
+            f'<text x="{across:.0f}" y="{14 + 14 * row}" text-anchor="end" fill="{color}">{escape(name)}</text>'
+        )
+        across -= wide
+    return parts, 14 * row
+
+
 def render_curves(curves: Sequence[Curve], *, title: str, x_label: str, y_label: str) -> str:
     """Curves over one pair of axes, as a self-contained SVG element."""
     curves = [Curve(curve.name, _thinned(curve.points)) for curve in curves if curve.points]
@@ -46,32 +63,36 @@ def render_curves(curves: Sequence[Curve], *, title: str, x_label: str, y_label:
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     y_low, y_high = min(y for _, y in points), max(y for _, y in points)
     margin = (y_high - y_low) * 0.05 or max(abs(y_high) * 0.05, 1e-9)
-    y_low, y_high = y_low - margin, y_high + margin
+    y_low, y_high = (max(y_low - margin, 0.0) if y_low >= 0 else y_low - margin), y_high + margin
     x_high = x_high if x_high > x_low else x_low + 1
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        across = _LEFT + (x - x_low) / (x_high - x_low) * (_WIDTH - _LEFT - 14)
-        return across, _HEIGHT - _BOTTOM - (y - y_low) / (y_high - y_low) * (_HEIGHT - _BOTTOM - _TOP)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-        f'font-size="11" role="img"><title>{escape(title)}</title>'
-        f'<text x="{_LEFT}" y="14" font-size="14">{escape(title)}</text>'
-    ]
     ticks = _ticks(y_low, y_high)
     texts = _labels(ticks)
+    left = max(_LEFT, 32 + _LETTER * max(map(len, texts), default=0))  # room for the numbers beside the label
+    legend, more = _legend([curve.name for curve in curves])
+    top, bottom = _TOP + more, _HEIGHT + more - _BOTTOM
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = left + (x - x_low) / (x_high - x_low) * (_WIDTH - left - 14)
+        return across, bottom - (y - y_low) / (y_high - y_low) * (bottom - top)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT + more}" font-family="sans-serif" '
+        f'font-size="11" role="img"><title>{escape(title)}</title>'
+        f'<text x="{_LEFT}" y="14" font-size="14">{escape(title)}</text>',
+        *legend,
+    ]
     for y, text in zip(ticks, texts, strict=True):
         _, down = at(x_low, y)
         parts.append(
-            f'<line x1="{_LEFT}" x2="{_WIDTH - 14}" y1="{down:.1f}" y2="{down:.1f}" stroke="#ddd"/>'
-            f'<text x="{_LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{text}</text>'
+            f'<line x1="{left:.1f}" x2="{_WIDTH - 14}" y1="{down:.1f}" y2="{down:.1f}" stroke="#ddd"/>'
+            f'<text x="{left - 6:.1f}" y="{down + 4:.1f}" text-anchor="end">{text}</text>'
         )
     for x in _ticks(x_low, x_high):
         across, _ = at(x, y_low)
-        parts.append(f'<text x="{across:.1f}" y="{_HEIGHT - _BOTTOM + 15}" text-anchor="middle">{x:.0f}</text>')
+        parts.append(f'<text x="{across:.1f}" y="{bottom + 15}" text-anchor="middle">{x:.0f}</text>')
     parts.append(
-        f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(x_label)}</text>'
-        f'<text x="14" y="{_HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 14 {_HEIGHT / 2})">'
+        f'<text x="{(left + _WIDTH) / 2:.1f}" y="{bottom + _BOTTOM - 5}" text-anchor="middle">{escape(x_label)}</text>'
+        f'<text x="14" y="{(top + bottom) / 2}" text-anchor="middle" transform="rotate(-90 14 {(top + bottom) / 2})">'
         f"{escape(y_label)}</text>"
     )
     for number, curve in enumerate(curves):
@@ -81,10 +102,6 @@ def render_curves(curves: Sequence[Curve], *, title: str, x_label: str, y_label:
         if len(curve.points) < 3:
             for x, y in (at(*point) for point in curve.points):
                 parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
-        parts.append(
-            f'<text x="{_WIDTH - 16}" y="{_TOP - 2 + 14 * number}" text-anchor="end" fill="{color}">'
-            f"{escape(curve.name)}</text>"
-        )
     return "".join(parts) + "</svg>"
 
 

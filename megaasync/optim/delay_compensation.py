@@ -32,7 +32,8 @@ class DelayCompensation:
         Args:
             grad: in at least float32.
             state: from `init`, shaped alike.
-            now, then: weights, in the compute dtype.
+            now: the newest weights, in the compute dtype.
+            then: the weights that the gradient was taken at.
         """
         squares = grad.square()
         if self.is_adaptive:

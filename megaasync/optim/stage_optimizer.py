@@ -94,8 +94,8 @@ class StageOptimizer:
             scale: makes it the clipped mean.
             publish: [layout.size] in the compute dtype; receives x in this rank's shards.
             lookahead_steps: updates that x looks ahead of z: 0 without a correction, the delay under error feedback.
-            current_weights, stale_weights: [layout.size] newest weights, and those that the gradient was taken at,
-                which may lie where `publish` does; for the compensation, if there is one.
+            current_weights: [layout.size] the newest weights, for the compensation if there is one.
+            stale_weights: [layout.size] those that the gradient was taken at; they may lie where `publish` does.
         """
         lr = self._learning_rate(self.num_updates)
         self.num_updates += 1

@@ -58,7 +58,8 @@ def make_shared_parts(
     Args:
         module: version 0; replicas of it hold the others.
         layout: of its parameters.
-        num_versions, num_gradient_buffers: what the schedule needs.
+        num_versions: weight versions that the schedule needs.
+        num_gradient_buffers: gradient sums that it needs.
         gradient_dtype: of the sums, that of the master weights.
         bias_update_rate: step of the routers' biases.
     """

@@ -78,7 +78,8 @@ def step_volumes(
         schedule: of most of its steps.
         layers_of_stages: layers of each stage.
         layouts: of each stage, on each of the ranks that run it.
-        compute, exact: bytes of a number in the run's dtype, and in at least float32.
+        compute: bytes of a number in the run's dtype.
+        exact: bytes of a number in at least float32.
     """
     model, parallel, dims = config.model, config.parallel, config.parallel_dims
     replicas, microbatches = dims.size(REPLICAS), config.num_microbatches

@@ -43,7 +43,7 @@ _LEGEND_LETTERS = 190  # that fit into the width
 
 
 def color_of(action: Action, *, num_ranks: int) -> str:
-    """#rrggbb: the hue is the step, the lightness the operation; later chunks are paler, all but compute is grey."""
+    """Colour as #rrggbb: hue for the step, lightness for the operation, paler for later chunks, grey beside compute."""
     if action.op not in COMPUTE_OPS:
         return {Op.STEP: "#333333", Op.REDUCE_GRAD: "#888888"}.get(action.op, "#bbbbbb")
     hue = _HUES[action.step % len(_HUES)] / 360
@@ -80,7 +80,8 @@ def render_svg(
         spans: what to draw; zero-length spans are left out.
         title: heading of the picture.
         unit: name of the unit of time, for the axis.
-        start, end: cut the picture to this interval.
+        start: where the picture begins; None is the first span's start.
+        end: where it ends; None is the last span's end.
     """
     if not spans:
         return f"<p>{escape(title)}: nothing was recorded.</p>"

@@ -33,7 +33,8 @@ def sound_checkpoint(
         path: chosen to go on from.
         folder: the run folder.
         falls_back: take an older one in the place of a damaged one, which is renamed.
-        rank, world_size: of this process.
+        rank: of this process.
+        world_size: number of ranks.
         notify: tells the user, on rank 0.
 
     Raises:

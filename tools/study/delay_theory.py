@@ -280,7 +280,7 @@ def table(theory: Theory, curves: list[Curve]) -> tuple[str, list[dict]]:
 def write_picture(path: Path, name: str, theory: Theory, curves: list[Curve]) -> None:
     """Left: against T. Right: against the delay."""
     mpl.use("Agg")
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 5.0), layout="constrained")
     times = np.arange(1, theory.steps + 1)
     colors = dict(zip(theory.delays, pyplot.get_cmap("viridis")(np.linspace(0, 0.85, len(theory.delays))), strict=True))
     problem = _PROBLEMS[name](0)
@@ -308,7 +308,6 @@ def write_picture(path: Path, name: str, theory: Theory, curves: list[Curve]) ->
     left.set(
         xscale="log", yscale="log", xlabel="steps T", ylabel="average nuclear norm of the gradient, best step size"
     )
-    left.legend(frameon=False, fontsize=7, ncols=2)
     base = next(curve for curve in mine if curve.delay == min(theory.delays))
     for corrected, label in ((False, "delayed"), (True, "delayed + error feedback")):
         points = [curve for curve in mine if curve.corrected == corrected or curve.delay == 0]
@@ -330,11 +329,12 @@ def write_picture(path: Path, name: str, theory: Theory, curves: list[Curve]) ->
             label="bound: sqrt(1 + 4 d)",
         )
     right.set(xlabel="delay d", ylabel=f"over no delay, at T = {theory.steps}")
-    right.legend(frameon=False)
+    right.legend(frameon=False, loc="upper left")
+    figure.legend(*left.get_legend_handles_labels(), frameon=False, ncols=4, fontsize=8, loc="outside lower center")
     for axis in (left, right):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"Muon under delay: {name}")
+    figure.suptitle(f"Muon under delay: {name} (left: the legend below; right: bars are deviations over seeds)")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -1,5 +1,6 @@
 """Pictures of a study: losses with error bars, gaps against what is varied, curves of training."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from megaasync.observe.run_files import read_metrics
 
@@ -16,6 +18,8 @@ from .runner import Result
 
 _COLORS = ("#3b6ea8", "#d1495b", "#2e8b57", "#e0902f", "#7a5195", "#7f7f7f", "#00798c", "#b08968", "#c774b2", "#333333")
 _SMOOTHED = 0.02  # of a run, per point of a curve
+_APART = 0.12  # of the least distance between two points: how far the modes' bars stand beside each other
+_BARS = "points: mean over the seeds; bars: standard deviation over the seeds"
 
 
 def _number(label: str) -> float | None:
@@ -23,6 +27,27 @@ def _number(label: str) -> float | None:
         return float(label)
     except ValueError:
         return None
+
+
+def _name(mode: str) -> str:
+    return mode.replace("EF", "error feedback")
+
+
+def _legend(figure: Figure, axis: Axes, note: str = "") -> None:
+    """One legend for all panels, below them, where no line is; what bars mean stands under it."""
+    handles, labels = axis.get_legend_handles_labels()
+    columns = min(len(labels), 4)
+    legend = figure.legend(handles, labels, frameon=False, ncols=columns, loc="outside lower center", fontsize=9)
+    if note:
+        legend.set_title(note, prop={"size": 8})
+
+
+def _beside(values: Sequence[float], number: int, count: int, *, is_log: bool) -> list[float]:
+    """The places of one mode's points: around the value, so that no bar lies on another mode's."""
+    scaled = [math.log2(value) for value in values] if is_log else list(values)
+    least = min((b - a for a, b in itertools.pairwise(sorted(set(scaled)))), default=1.0)
+    moved = [value + (number - (count - 1) / 2) * _APART * least for value in scaled]
+    return [2**value for value in moved] if is_log else moved
 
 
 def _finish(axis: Axes, *, title: str, x: str, y: str) -> None:
@@ -48,7 +73,7 @@ def write_bars(path: Path, study: StudyConfig, cells: Sequence[Cell]) -> None:
         for place, cell in enumerate(cells):
             sample = cell.losses.get(mode)
             at = place + (number - (len(modes) - 1) / 2) * width
-            label = mode if place == 0 else None
+            label = _name(mode) if place == 0 else None
             if sample is None or not math.isfinite(sample.mean):
                 axis.text(at, floor, "diverged" if sample else "", rotation=90, ha="center", va="bottom", fontsize=8)
                 continue
@@ -60,7 +85,7 @@ def write_bars(path: Path, study: StudyConfig, cells: Sequence[Cell]) -> None:
     axis.set_xticks(range(len(cells)), names)
     axis.set_ylim(floor, high + 0.05 * (high - floor))
     _finish(axis, title=study.title, x="", y="validation loss (the axis does not start at 0)")
-    figure.legend(frameon=False, ncols=min(len(modes), 4), loc="outside lower center", fontsize=9)
+    _legend(figure, axis, _BARS.replace("points", "columns"))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -73,7 +98,10 @@ def write_gaps(path: Path, study: StudyConfig, cells: Sequence[Cell]) -> None:
     )
     for axis, optimizer in zip(axes[0], optimizers, strict=True):
         mine = [cell for cell in cells if cell.optimizer == optimizer]
-        for number, mode in enumerate(list(study.modes)[1:], start=1):
+        values = [_number(cell.variation) for cell in mine]
+        is_log = min(values) > 0 and max(values) / min(values) >= 4
+        others = list(study.modes)[1:]
+        for number, mode in enumerate(others):
             points = [
                 (_number(cell.variation), cell.gaps[mode])
                 for cell in mine
@@ -83,16 +111,23 @@ def write_gaps(path: Path, study: StudyConfig, cells: Sequence[Cell]) -> None:
                 x, samples = zip(*points, strict=True)
                 means, bars = [s.mean for s in samples], [s.deviation for s in samples]
                 axis.errorbar(
-                    x, means, yerr=bars, color=_COLORS[number % len(_COLORS)], marker="o", capsize=3, label=mode
+                    _beside(x, number, len(others), is_log=is_log),
+                    means,
+                    yerr=bars,
+                    color=_COLORS[(number + 1) % len(_COLORS)],
+                    marker="o",
+                    markersize=4,
+                    capsize=3,
+                    label=_name(mode),
                 )
         axis.axhline(0, color="black", linewidth=0.8)
-        values = [_number(cell.variation) for cell in mine]
-        if min(values) > 0 and max(values) / min(values) >= 4:
+        if is_log:
             axis.set_xscale("log", base=2)
-            axis.set_xticks(values, [f"{value:g}" for value in values])
+        axis.set_xticks(values, [f"{value:g}" for value in values])
+        axis.minorticks_off()
         first = next(iter(study.modes))
         _finish(axis, title=optimizer, x=study.axis, y=f"validation loss above {first}'s")
-        axis.legend(frameon=False, fontsize=9)
+    _legend(figure, axes[0][0], _BARS)
     figure.suptitle(study.title, fontsize=12)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -123,13 +158,13 @@ def write_curves(path: Path, study: StudyConfig, results: Sequence[Result]) -> N
             for result in (r for r in chosen if r.run.optimizer == optimizer and r.run.mode == mode):
                 losses = [r["loss"] for r in read_metrics(result.folder / "metrics.jsonl") if r["kind"] == "train"]
                 x, y = _smoothed([loss for loss in losses if isinstance(loss, float)])
-                axis.plot(x, y, color=_COLORS[number % len(_COLORS)], linewidth=1.1, label=mode)
+                axis.plot(x, y, color=_COLORS[number % len(_COLORS)], linewidth=1.1, label=_name(mode))
                 shown += y[len(y) // 5 :]
         if shown:
             room = 0.05 * (max(shown) - min(shown))
             axis.set_ylim(min(shown) - room, max(shown) + room)
         _finish(axis, title=optimizer, x="step", y="training loss")
-        axis.legend(frameon=False, fontsize=9)
+    _legend(figure, axes.flat[0])
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

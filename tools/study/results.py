@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megaasync.observe.run_files import write_text
 
-from .design import StudyConfig
+from .design import Run, StudyConfig
 from .runner import Result
 
 
@@ -137,6 +137,19 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
         writer.writeheader()
         writer.writerows(rows)
     aside.rename(path)
+
+
+def read_csv(path: Path) -> list[Result]:
+    """The runs that a results.csv has written down; their folders and overrides are not in it as such."""
+    found = []
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            run = Run(row["optimizer"], row["mode"], row["variation"], float(row["lr"]), int(row["seed"]), ())
+            counts = int(row["steps"]), int(row["tokens"]), float(row["seconds"])
+            loss_x = float(row["val_loss_x"]) if row["val_loss_x"] else None
+            code = row.get("code", "")
+            found.append(Result(run, row["status"], float(row["val_loss"]), loss_x, *counts, Path(), code))
+    return found
 
 
 def write_tables(folder: Path, study: StudyConfig, results: Sequence[Result], paper: dict[str, tuple]) -> str:

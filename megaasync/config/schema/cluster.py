@@ -39,8 +39,9 @@ class SlurmCluster:
         tasks_per_node: ranks on each node; null takes gpus_per_node.
         gpus_per_task: one GPU bound to each rank, in the place of gpus_per_node's for the node.
         cpus_per_task: cores of each rank; null leaves that to the cluster.
-        partition, account, qos, constraint, exclude, reservation, mem, gres, comment, mail_type, mail_user, dependency,
-            nice, wckey: as sbatch's; null leaves them out. A gres with GPUs takes the place of gpus_per_node's request.
+        partition, account, qos, constraint, exclude, reservation: as sbatch's; null leaves them out.
+        comment, mail_type, mail_user, dependency, nice, wckey: as sbatch's; null leaves them out.
+        mem, gres: as sbatch's; a gres with GPUs takes the place of gpus_per_node's request.
         job_name: null takes the run folder's.
         exclusive: whole nodes.
         time: in any form that sbatch takes, as 90 (minutes), 24:00:00 or 2-12 (days-hours); null is the partition's.
