@@ -12,7 +12,7 @@ if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "Config": "megaasync.config",
     "build_trainer": "megaasync.train.build",
     "PipelineSchedule": "megaasync.schedules",
@@ -33,7 +33,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Public names, imported when first asked for."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'megaasync' has no attribute '{name}'")
-    home = importlib.import_module(_HOMES[name])
-    return home.render_text if name == "render" else getattr(home, name)
+    module = importlib.import_module(_MODULES[name])
+    return module.render_text if name == "render" else getattr(module, name)

@@ -70,7 +70,7 @@ def _check(plain: dict[str, Any]) -> _Wanted:
     if not config.dry_run and config.cluster.check_files:
         check_files(config)
     own = ("run.dir=", "+run.dir=", "cluster.submit=")
-    return _Wanted(config, tuple(one for one in current_overrides() if not one.startswith(own)))
+    return _Wanted(config, tuple(override for override in current_overrides() if not override.startswith(own)))
 
 
 def _label(config: Config) -> str:
@@ -94,7 +94,7 @@ def _write_run(wanted: _Wanted, folder: Path, record: dict[str, Any], plan: dict
         config = with_folder(wanted.config, folder)
         content = yaml.safe_dump(to_plain(config), sort_keys=False)
         write_text(folder / "config.yaml", content)
-        write_text(folder / "overrides.txt", "".join(f"{one}\n" for one in wanted.overrides))
+        write_text(folder / "overrides.txt", "".join(f"{override}\n" for override in wanted.overrides))
         own = {
             "config_hash": config_hash(config),
             "config_sha256": sha256_of(content.encode()),
@@ -116,7 +116,7 @@ def _launch(runs: list[_Wanted], *, requested: str | None) -> None:
     if first.dry_run:
         print(plan_text.summarise_plan(planner.make_plan(first)))
         return
-    others = [one for one in runs[1:] if one.config.cluster != first.cluster]
+    others = [run for run in runs[1:] if run.config.cluster != first.cluster]
     if others:
         raise ConfigError("cluster: the runs of a sweep become one job array, so all need the same cluster.* keys")
     base = Path(requested).expanduser().absolute() if requested else new_run_folder(_label(first)).absolute()
@@ -125,7 +125,7 @@ def _launch(runs: list[_Wanted], *, requested: str | None) -> None:
     record = environment_record(package, command=redacted(shlex.join(sys.argv), variables())) | {
         "code_hash": code_hash(package)
     }
-    plans = [planner.make_plan(one.config) for one in runs]
+    plans = [planner.make_plan(run.config) for run in runs]
     print(plan_text.summarise_plan(plans[0]))
     for number, plan in enumerate(plans[1:], start=1):
         for warning in plan["warnings"]:
@@ -133,7 +133,7 @@ def _launch(runs: list[_Wanted], *, requested: str | None) -> None:
     for wanted, folder, plan in zip(runs, folders, plans, strict=True):
         _write_run(wanted, folder, record, plan)
     pieces = tuple(JobRun(folder) for folder in folders)
-    needed = tuple(dict.fromkeys(path for one in runs for path in needed_folders(one.config)))
+    needed = tuple(dict.fromkeys(path for run in runs for path in needed_folders(run.config)))
     if isinstance(first.cluster, DockerCluster):
         _start_docker(first.cluster, pieces, needed)
         return
@@ -217,7 +217,7 @@ def main() -> None:
         except (ConfigError, DataError) as error:
             fail(str(error), status=CONFIG_ERROR_STATUS)
 
-    if any(one.startswith("hydra/launcher=") for one in sys.argv):
+    if any(argument.startswith("hydra/launcher=") for argument in sys.argv):
         fail("hydra/launcher: the runs of a launch become one job array; leave it out", status=CONFIG_ERROR_STATUS)
     run_app(collect, name="launch", collects=True)
     if not runs:  # --cfg job and the like have answered

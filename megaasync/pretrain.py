@@ -25,9 +25,10 @@ from megaasync.distributed.environment import RankEnvironment, launched_environm
 from megaasync.entry.console import fail_if_unread, tolerate_console
 from megaasync.entry.file_errors import explain_file_error
 from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, INTERRUPTED_STATUS, RunStopped, fail, run_app
+from megaasync.entry.interrupts import Stop, note_interrupts
 from megaasync.entry.rank import run_rank
 from megaasync.entry.run_config import check_secrets, path_in, read_run_config
-from megaasync.entry.run_folder import Claim, claim_run_folder
+from megaasync.entry.run_folder import ClaimedFolder, claim_run_folder
 from megaasync.entry.spawn import Interrupted, RankFailed, spawn_ranks
 from megaasync.observe.run_files import copy_whole, read_metrics, write_json, write_text
 from megaasync.pipeline import TrainingError
@@ -101,7 +102,7 @@ def _print_plan(config: Config) -> None:
     fail_if_unread()
 
 
-def _prepare(config: Config, *, is_first: bool, writes_config: bool) -> tuple[Any, Claim | None]:
+def _prepare(config: Config, *, is_first: bool, writes_config: bool) -> tuple[Any, ClaimedFolder | None]:
     """Data and run folder, on the rank or launcher that makes them."""
     prepare = importlib.import_module("megaasync.data.prepare")
     notify = (lambda line: print(line, flush=True)) if is_first else (lambda line: None)
@@ -124,7 +125,7 @@ def _prepare(config: Config, *, is_first: bool, writes_config: bool) -> tuple[An
     return prepared, claim
 
 
-def _write_config(claim: Claim, content: str) -> None:
+def _write_config(claim: ClaimedFolder, content: str) -> None:
     """Write config.yaml; that of the steps before, if it was another, stays beside it."""
     path = claim.folder / "config.yaml"
     if claim.step and path.exists() and path.read_text() != content:
@@ -160,7 +161,9 @@ def _write_end_status(folder: Path, status: int, *, retryable: bool) -> bool:
     return True
 
 
-def _end_rank(message: str, status: int, job_folder: Path | None, claim: Claim | None, *, retryable: bool) -> None:
+def _end_rank(
+    message: str, status: int, job_folder: Path | None, claim: ClaimedFolder | None, *, retryable: bool
+) -> None:
     """End one rank of a group at once: on the way out of Python its group might hang or abort when a peer is gone.
 
     srun tells the highest status of its tasks, and ends the slower ones; so the first rank of a job that ends badly
@@ -186,7 +189,7 @@ def _end_rank(message: str, status: int, job_folder: Path | None, claim: Claim |
     os._exit(status)
 
 
-def _job_folder(plain: Mapping[str, Any], claim: Claim | None) -> Path | None:
+def _job_folder(plain: Mapping[str, Any], claim: ClaimedFolder | None) -> Path | None:
     """The run folder of a SLURM job, from a config that may be wrong; None outside of one."""
     run, cluster = plain.get("run"), plain.get("cluster")
     if not isinstance(run, dict) or not isinstance(cluster, dict) or cluster.get("name") != "slurm":
@@ -196,7 +199,7 @@ def _job_folder(plain: Mapping[str, Any], claim: Claim | None) -> Path | None:
     return Path(run["dir"]) if run.get("dir") else None
 
 
-def _run_here(config: Config, prepared: Any, claim: Claim, *, began: float) -> None:
+def _run_here(config: Config, prepared: Any, claim: ClaimedFolder, *, began: float) -> None:
     """Run on ranks of this host, and again from the last checkpoint as often as the config says.
 
     Restarts are counted from the last one that had a newer checkpoint to go on from: a run of a month may fail more
@@ -336,12 +339,7 @@ def _pretrain_from_file(path: Path) -> None:
     """
     tolerate_console()
 
-    def on_interrupt(*_: object) -> None:
-        raise Interrupted("interrupted")
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, on_interrupt)
+    interrupts = note_interrupts(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     try:
         environment = launched_environment()
     except ConfigError as error:
@@ -349,13 +347,15 @@ def _pretrain_from_file(path: Path) -> None:
     try:
         plain = read_run_config(path, sys.argv[1:])
         check_secrets(read(Config, plain))
+        if interrupts.numbers:
+            raise Stop
     except ConfigError as error:
         if environment is None:
             fail(str(error), status=CONFIG_ERROR_STATUS)
         # every rank reads the same file, and srun ends the slower ones: the first one speaks
         is_first = _write_end_status(path.parent, CONFIG_ERROR_STATUS, retryable=False)
         _end_rank(str(error) if is_first else "", CONFIG_ERROR_STATUS, None, None, retryable=False)
-    except Interrupted:
+    except Stop:
         fail("interrupted", status=INTERRUPTED_STATUS)
     pretrain(plain, is_from_folder=True)
 

@@ -35,7 +35,7 @@ def read_pairs(cls: type[Options], arguments: list[str], *, parse: Callable[[str
     Raises:
         ConfigError: names key, value and remedy.
     """
-    given: dict[str, Any] = {one.name: one.default for one in fields(cls) if one.default is not MISSING}
+    given: dict[str, Any] = {each.name: each.default for each in fields(cls) if each.default is not MISSING}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals:
@@ -52,7 +52,7 @@ def compose_plain(overrides: list[str]) -> dict[str, Any]:
 
 def wants_help(cls: type, page: str | None) -> bool:
     """Print what a tool is and takes, if it was asked for."""
-    if not any(one in ("-h", "--help") for one in sys.argv[1:]):
+    if not any(argument in ("-h", "--help") for argument in sys.argv[1:]):
         return False
     tolerate_console()  # --help | head
     print(page)
@@ -62,7 +62,7 @@ def wants_help(cls: type, page: str | None) -> bool:
 
 def run_config_tool(task: Callable[..., None], page: str | None) -> None:
     """Compose the config of a run from the command line and call `task(config)` with it, as a plain dict."""
-    if any(one in ("-h", "--help") for one in sys.argv[1:]):
+    if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
         tolerate_console()
         print(f"{page}\nIt takes the keys of megaasync.pretrain:\n")
     run_app(task)
@@ -90,7 +90,7 @@ def check_output(key: str, path: Path, *, is_folder: bool) -> None:
     """
     if path.exists() and path.is_dir() != is_folder:
         raise ConfigError(f"{key}={path}: is {'a file' if is_folder else 'a folder'}; choose another name")
-    above = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    above = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     is_new = not is_folder and above != path.absolute().parent and not path.exists()
     if not os.access(above, os.W_OK) or str(above) == "/proc" or is_new:
         reason = f"{above} has no such folder" if is_new else f"no right to write in {above}"

@@ -10,7 +10,7 @@ from megaasync.config import ConfigError
 
 
 def _bytes(path: Path) -> int:
-    return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _mib(number: int) -> str:

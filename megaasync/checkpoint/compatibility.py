@@ -69,7 +69,7 @@ def check_settings(
         is_known = config.data.name in ("synthetic", "indexed")
         check_identity(meta.get("data"), data, where=f"checkpoint {path}", override=override, is_known=is_known)
     new = ("tokenizer_bytes", *(("path", "validation_path", "tokenizer") if data and meta.get("data") else ()))
-    ours, theirs = (without(without(one["data"], _OF_RUN), new) for one in (plain, then))
+    ours, theirs = (without(without(written["data"], _OF_RUN), new) for written in (plain, then))
     differ("data", ours, theirs, remedy)
 
 

@@ -58,7 +58,7 @@ def write(entries: ShardedStateDict, folder: Path, *, group: dist.ProcessGroup |
 def tensors_in(folder: Path) -> dict[str, tuple[int, ...]]:
     """Global shapes of the tensors of a checkpoint, by name."""
     metadata = read_metadata(folder)
-    return {name: tuple(one.size) for name, one in metadata.state_dict_metadata.items()}
+    return {name: tuple(tensor.size) for name, tensor in metadata.state_dict_metadata.items()}
 
 
 def load(entries: ShardedStateDict, folder: Path, *, group: dist.ProcessGroup | None) -> None:
@@ -85,7 +85,7 @@ def load(entries: ShardedStateDict, folder: Path, *, group: dist.ProcessGroup | 
         try:
             dcp.load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
         except CheckpointException as error:  # no Exception
-            cause = next((one for one, _ in error.failures.values()), error)
+            cause = next((failure for failure, _ in error.failures.values()), error)
             raise ConfigError(
                 f"checkpoint {folder}: cannot be read ({str(cause).strip().splitlines()[-1]}); take an older one with "
                 "checkpoint.resume=FOLDER"

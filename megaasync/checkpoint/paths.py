@@ -182,7 +182,7 @@ def remove_older(root: Path, *, keep: int) -> list[Path]:
     """
     left = []
     complete = [found for found in checkpoints_in(root) if found.is_complete]
-    for found in sorted(complete, key=lambda one: one.step)[:-keep]:
+    for found in sorted(complete, key=lambda checkpoint: checkpoint.step)[:-keep]:
         try:
             (found.path / MARK).unlink(missing_ok=True)
             shutil.rmtree(found.path)

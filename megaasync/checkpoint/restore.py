@@ -45,18 +45,18 @@ def pending_from(meta: Mapping[str, Any]) -> dict[int, PendingStep]:
         for step, by_stage in part.get("own", {}).items():
             own.setdefault(int(step), {}).update({int(k): tuple(v) for k, v in by_stage.items()})
     return {
-        one["step"]: PendingStep(
+        batch["step"]: PendingStep(
             StepResult(
-                one["step"],
-                float(one["loss"]),
-                float(one["grad_norm"]),
-                one["tokens"],
+                batch["step"],
+                float(batch["loss"]),
+                float(batch["grad_norm"]),
+                batch["tokens"],
                 backward_done_at=0.0,
                 stop=False,
             ),
-            own.get(one["step"], {}),
+            own.get(batch["step"], {}),
         )
-        for one in meta["pending"]
+        for batch in meta["pending"]
     }
 
 
@@ -85,7 +85,7 @@ def build_metadata(
     own = {str(s): {str(i): list(v) for i, v in k.own.items()} for s, k in pending.items() if k.own}
     return meta, {
         "own": own,
-        "num_skipped": {str(one.stage.place.index): one.stage.optimizer.num_skipped for one in states},
+        "num_skipped": {str(state.stage.place.index): state.stage.optimizer.num_skipped for state in states},
     }
 
 
@@ -139,8 +139,8 @@ def restore(
         ConfigError: the checkpoint does not fit.
     """
     step, behind, pending = meta["step"], meta["pending_of_stage"], pending_from(meta)
-    phases = tuple(_with_start(one, meta) for one in phases)
-    phase = next((one for one in phases if one.first_step <= step < one.end_step), phases[-1])
+    phases = tuple(_with_start(candidate, meta) for candidate in phases)
+    phase = next((candidate for candidate in phases if candidate.first_step <= step < candidate.end_step), phases[-1])
     wanted = [max(0, step - phase.schedule.version(stage=s, step=step)) for s in range(phase.schedule.num_stages)]
     is_uniform = len(set(behind)) == 1
     goes_on = behind == wanted if not is_uniform else set(behind) == set(wanted)
@@ -163,14 +163,14 @@ def restore(
         # equal for all stages, or stage by stage as they were
         stage, late = state.stage, behind[0] if is_uniform else behind[state.stage.place.index]
         stage.optimizer.num_updates = step - late
-        stage.optimizer.num_skipped = sum(one < step - late for one in meta["skipped"])
+        stage.optimizer.num_skipped = sum(skipped < step - late for skipped in meta["skipped"])
         counts = {key: count for part in meta["ranks"] for key, count in part["num_skipped"].items()}
         if len(counts) == phase.schedule.num_stages:  # under pipedream each stage may have skipped others
             stage.optimizer.num_skipped = counts[str(stage.place.index)]
         if stage.balance is not None:
             for s in range(step - late, step):
                 stage.balance.expect(s)
-            stage.balance.publish(stage.num_updates)
+            stage.balance.write_version(stage.num_updates)
     if goes_on:
         for state in states:
             loader(entries_at([state], step, schedule=phase.schedule, compensates=compensates))

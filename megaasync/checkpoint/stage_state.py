@@ -44,7 +44,7 @@ class StageState:
         """
         self.stage, self._shapes, self._router_layers = stage, shapes, router_layers
         self._local_shapes = {name: tuple(map(len, part)) for name, part in parts.items()}
-        self._offsets = {name: tuple(one.start for one in part) for name, part in parts.items()}
+        self._offsets = {name: tuple(side.start for side in part) for name, part in parts.items()}
         layout = stage.optimizer.layout
         self._places = sorted((layout.place_of(name).start, layout.place_of(name).stop, name) for name in shapes)
 

@@ -172,10 +172,10 @@ class AsyncCheckpointWriter:
         except OSError as error:
             problem = _words(error)
         parts = all_gather_object((sums, own, problem), self._group)
-        problem = next((one for _, _, one in parts if one), None)
+        problem = next((part for _, _, part in parts if part), None)
         if self._rank == 0 and problem is None:
             try:
-                meta["ranks"] = [one for _, one, _ in parts]
+                meta["ranks"] = [part for _, part, _ in parts]
                 write_json(tmp_dir / paths.META, meta)
                 all_sums = {name: crc for found, _, _ in parts for name, crc in found.items()}
                 for name in (paths.META, TENSORS, PICKLED):

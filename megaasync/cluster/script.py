@@ -126,10 +126,12 @@ def own_mounts(*folders: Path, given: Sequence[str] = ()) -> list[str]:
     """
     wanted = dict.fromkeys(path for folder in folders for path in (folder, Path(os.path.realpath(folder))))
     shown = [
-        Path(host) for host, _, container in (one.partition(":") for one in given) if container.split(":")[0] == host
+        Path(host)
+        for host, _, container in (mount.partition(":") for mount in given)
+        if container.split(":")[0] == host
     ]
-    outer = [one for one in wanted if not any(other in one.parents for other in wanted)]
-    return [f"{one}:{one}" for one in outer if not any(other in (one, *one.parents) for other in shown)]
+    outer = [folder for folder in wanted if not any(other in folder.parents for other in wanted)]
+    return [f"{folder}:{folder}" for folder in outer if not any(other in (folder, *folder.parents) for other in shown)]
 
 
 def _container(job: Job) -> tuple[list[str], list[str]]:

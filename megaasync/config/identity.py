@@ -39,8 +39,8 @@ def first_difference(written: Mapping[str, Any], config: Config) -> str | None:
         if isinstance(then, Mapping) and isinstance(here, Mapping):
             names = sorted({*then, *here}, key=str)
             found = (compare(f"{key}.{name}" if key else str(name), then.get(name), here.get(name)) for name in names)
-            return next((one for one in found if one), None)
-        then, here = (list(one) if isinstance(one, tuple) else one for one in (then, here))
+            return next((setting for setting in found if setting), None)
+        then, here = (list(setting) if isinstance(setting, tuple) else setting for setting in (then, here))
         return None if then == here else f"{key}={here}, begun with {key}={then}"
 
     return compare("", decisive(in_current_form(written)), decisive(to_plain(config)))

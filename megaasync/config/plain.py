@@ -12,8 +12,8 @@ from megaasync.fields import ConfigError, hints_of
 def _lists(value: Any) -> Any:
     """Tuples become lists, as YAML and JSON have them."""
     if isinstance(value, dict):
-        return {key: _lists(one) for key, one in value.items()}
-    return [_lists(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _lists(inner) for key, inner in value.items()}
+    return [_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def to_plain(config: Config) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def in_current_form(written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _group(cls: type, written: Mapping[str, Any], key: str) -> dict[str, Any]:
-    hints, defaults = hints_of(cls), {one.name: one.default for one in fields(cls)}
+    hints, defaults = hints_of(cls), {each.name: each.default for each in fields(cls)}
     found = {name: _lists(value) for name, value in defaults.items() if value is not MISSING}
     return found | {name: _current(hints.get(name), value, f"{key}{name}") for name, value in written.items()}
 
@@ -41,8 +41,8 @@ def _current(hint: Any, value: Any, key: str) -> Any:
     if hint is None:
         return value
     if isinstance(value, Mapping):
-        options = [one for one in (get_args(hint) or (hint,)) if isinstance(one, type) and is_dataclass(one)]
-        named = [one for one in options if value.get("name") in get_args(hints_of(one).get("name"))]
+        options = [arg for arg in (get_args(hint) or (hint,)) if isinstance(arg, type) and is_dataclass(arg)]
+        named = [option for option in options if value.get("name") in get_args(hints_of(option).get("name"))]
         if len(options) == 1 or named:
             return _group((named or options)[0], value, f"{key}.")
     try:

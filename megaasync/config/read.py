@@ -35,7 +35,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     if same:
         return f"; did you mean {same[0]}?"
     siblings = {choice.rpartition(".")[2]: choice for choice in choices if choice.rpartition(".")[0] == group}
-    near = [siblings[one] for one in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
+    near = [siblings[match] for match in difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)]
     near = near or difflib.get_close_matches(word, choices, n=1, cutoff=0.8)
     # a key without its group, as lr for optimizer.lr
     near = near or [choice for choice in choices if choice.rpartition(".")[2] == word]
@@ -134,13 +134,17 @@ def read_value(annotation: Any, value: Any, key: str) -> Any:
         if not isinstance(value, list | tuple) or len(value) != len(items):
             raise ConfigError(f"{key}={value!r}: expected a list of {len(items)} values, as in {key}=[0.9,0.95]")
         return tuple(
-            read_value(item, one, f"{key}[{i}]") for i, (item, one) in enumerate(zip(items, value, strict=True))
+            read_value(item, element, f"{key}[{i}]") for i, (item, element) in enumerate(zip(items, value, strict=True))
         )
     if get_origin(annotation) is dict:
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise ConfigError(f"{key}={value!r}: expected names and values, as in +{key}.name=value")
         item = get_args(annotation)[1]
-        return value if item is Any else {name: read_value(item, one, f"{key}.{name}") for name, one in value.items()}
+        return (
+            value
+            if item is Any
+            else {name: read_value(item, element, f"{key}.{name}") for name, element in value.items()}
+        )
     return _read_scalar(annotation, value, key)
 
 
@@ -163,7 +167,7 @@ def read(cls: type, value: Any, key: str = "") -> Any:
         if name not in hints:
             near = did_you_mean(str(name), hints).replace("did you mean ", f"did you mean {prefix}")
             raise ConfigError(f"{prefix}{name}={value[name]!r}: unknown key{near}; known keys: {listed(hints)}")
-    has_default = {one.name for one in fields(cls) if one.default is not MISSING}
+    has_default = {each.name for each in fields(cls) if each.default is not MISSING}
     for name in hints:
         if name not in value and name not in has_default:
             raise ConfigError(f"{prefix}{name}: missing; set {prefix}{name}=...")

@@ -35,7 +35,7 @@ def secret_values(environment: Mapping[str, str]) -> dict[str, str]:
 
 def redacted(text: str, environment: Mapping[str, str]) -> str:
     """A text without the secrets of an environment."""
-    for name, value in sorted(secret_values(environment).items(), key=lambda one: -len(one[1])):
+    for name, value in sorted(secret_values(environment).items(), key=lambda pair: -len(pair[1])):
         text = text.replace(value, f"<{name}>")
     return text
 
@@ -44,11 +44,11 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from _texts(one, f"{key}.{name}" if key else str(name))
+        for name, inner in value.items():
+            yield from _texts(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _texts(one, key)
+        for inner in value:
+            yield from _texts(inner, key)
 
 
 def take_secrets(plain: dict[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
@@ -70,7 +70,7 @@ def take_secrets(plain: dict[str, Any], environment: Mapping[str, str]) -> dict[
             value = cluster["env"].pop(name)
             if value is not None:
                 found[name] = str(value)
-            cluster["secrets"] = [*(one for one in cluster.get("secrets") or [] if one != name), name]
+            cluster["secrets"] = [*(secret for secret in cluster.get("secrets") or [] if secret != name), name]
         for line in cluster.get("setup") or ():
             match = _ASSIGNED.search(str(line))
             if match is not None and is_secret(match.group(1)):

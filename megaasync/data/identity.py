@@ -209,7 +209,7 @@ def check_identity(before: Identity | None, now: Identity, *, where: str, overri
     keep = {"tokenizer": "set data.tokenizer to the tokenizer.model of that run's folder to keep it"}
     for name, words in names.items():
         if before.get(name) != now.get(name):
-            then, here = (str(one.get(name) or "none")[:12] for one in (before, now))
+            then, here = (str(identity.get(name) or "none")[:12] for identity in (before, now))
             remedy = keep.get(name, "bring the data back as it was")
             raise ConfigError(
                 f"data: {words} of {where} (SHA-256 {then}, now {here}): the content changed under the "

@@ -147,9 +147,11 @@ class TrainingMicrobatches:
         position = first + np.arange(self._micro)
         epoch, within = np.divmod(position, self._sequences.num_sequences)
         chosen = np.empty(self._micro, dtype=np.int64)
-        for one in np.unique(epoch):
-            here = epoch == one
-            chosen[here] = permuted(within[here], size=self._sequences.num_sequences, seed=self._seed, epoch=int(one))
+        for number in np.unique(epoch):
+            here = epoch == number
+            chosen[here] = permuted(
+                within[here], size=self._sequences.num_sequences, seed=self._seed, epoch=int(number)
+            )
         return chosen
 
     def get(self, step: int, microbatch: int) -> Microbatch:

@@ -58,7 +58,7 @@ def _files_below(folder: Path) -> list[Path]:
     found, seen = [], set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        folders[:] = [] if real in seen else sorted(one for one in folders if not one.startswith(hidden))
+        folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith(hidden))
         if real not in seen:
             files = (Path(place) / name for name in names if not name.startswith(hidden))
             found += [_checked(path) for path in files if kind_of(path) is not None]

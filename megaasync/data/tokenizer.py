@@ -129,7 +129,7 @@ def sample_texts(texts: Iterable[str], *, max_bytes: int) -> TextSample:
             total += len(content)
             while used > max_bytes and len(kept) > 1:
                 used -= heapq.heappop(kept)[3]
-    units = [unit for _, unit in sorted((one[1], one[2]) for one in kept)]
+    units = [unit for _, unit in sorted((row[1], row[2]) for row in kept)]
     return TextSample(units, used, total, documents)
 
 

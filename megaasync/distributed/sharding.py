@@ -24,7 +24,7 @@ class Sharding:
 
     def local_shape(self, shape: Shape, dims: ParallelDims, *, rank: int) -> Shape:
         """Shape of a rank's part."""
-        return tuple(len(one) for one in self.local_ranges(shape, dims, rank=rank))
+        return tuple(len(side) for side in self.local_ranges(shape, dims, rank=rank))
 
     def local_ranges(self, shape: Shape, dims: ParallelDims, *, rank: int) -> tuple[range, ...]:
         """A rank's part, one range per dimension."""

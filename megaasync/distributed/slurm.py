@@ -89,4 +89,4 @@ def rendezvous_endpoint(environment: Mapping[str, str]) -> tuple[str, int]:
     if not nodes:
         raise ConfigError("SLURM_JOB_NODELIST: is not set; start with srun inside a job, or set MASTER_ADDR")
     job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
-    return expand_nodes(nodes)[0], port_of(*(int(one) if one.isdecimal() else 0 for one in (job, step)))
+    return expand_nodes(nodes)[0], port_of(*(int(number) if number.isdecimal() else 0 for number in (job, step)))

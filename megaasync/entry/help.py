@@ -91,8 +91,8 @@ def render_help(arguments: Sequence[str], *, name: str) -> str:
         arguments: overrides of the command line: their values are shown.
         name: of the command.
     """
-    overrides = [one for one in arguments if "=" in one and not one.startswith(("-", "hydra"))]
-    if name == "launch" and not any(one.startswith("cluster=") for one in overrides):
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith(("-", "hydra"))]
+    if name == "launch" and not any(override.startswith("cluster=") for override in overrides):
         overrides.insert(0, "cluster=slurm")
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         plain = OmegaConf.to_container(compose("pretrain", overrides), resolve=True)
@@ -145,7 +145,7 @@ def answer_questions(arguments: Sequence[str], *, name: str) -> None:
         print(f"megaasync {megaasync.__version__}")
         fail_if_unread()
         sys.exit(0)
-    if any(one in ("--help", "-h") for one in arguments):
+    if any(argument in ("--help", "-h") for argument in arguments):
         print(render_help(arguments, name=name))
         fail_if_unread()
         sys.exit(0)

@@ -32,6 +32,7 @@ from megaasync.config.secrets import is_secret, redacted, take_secrets
 from megaasync.distributed.environment import variables
 from megaasync.entry.console import fail_if_unread, tolerate_console
 from megaasync.entry.help import answer_questions, config_folder, groups
+from megaasync.entry.interrupts import Stop, note_interrupts
 from megaasync.entry.text_values import quoted_override, read_text_as_written, yaml_mistake
 from megaasync.fields import hints_of
 from megaasync.observe.run_files import write_json
@@ -76,7 +77,7 @@ def explain(error: BaseException, *, show_keys: str = SHOW_KEYS) -> str:
         show_keys: what tells of an unknown key's neighbours.
     """
     text = str(error)
-    if (mistake := next((one for one in _chain(error) if isinstance(one, yaml.YAMLError)), None)) is not None:
+    if (mistake := next((link for link in _chain(error) if isinstance(link, yaml.YAMLError)), None)) is not None:
         return yaml_mistake(mistake)
     if match := re.search(r"Could not find '([\w/]+)/([^'\n]*)'", text):
         group, choice = match.groups()
@@ -90,7 +91,11 @@ def explain(error: BaseException, *, show_keys: str = SHOW_KEYS) -> str:
             return f"{key}: is no key of what is chosen here{_where_it_is(key)}"
         near = did_you_mean(key, known) or ("" if "." in key else did_you_mean(key, groups()))
         group = key.partition(".")[0]
-        beside = sorted(one.partition(".")[2] for one in known if one.startswith(f"{group}.") and one.count(".") == 1)
+        beside = sorted(
+            sibling.partition(".")[2]
+            for sibling in known
+            if sibling.startswith(f"{group}.") and sibling.count(".") == 1
+        )
         there = f"; {group} has {listed(beside)}" if beside and not near else ""
         return f"{key}: unknown key{near}{there}; {show_keys}"
     match = re.search(r"(?:parsing override|override) '([^'\n]*)'", text)
@@ -134,21 +139,13 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 def current_overrides() -> tuple[str, ...]:
     """Overrides of the run whose config was composed last, as typed; in a sweep with this run's values."""
-    return tuple(redacted(one, variables()) for one in HydraConfig.get().overrides.task)
+    return tuple(redacted(override, variables()) for override in HydraConfig.get().overrides.task)
 
 
 def sweep_number() -> int | None:
     """Number of this run in its sweep; None outside of one."""
     hydra_config = HydraConfig.get()
     return hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
-
-
-class _Stop(KeyboardInterrupt):
-    """An interrupt whose exit status is ours.
-
-    Python ends itself by SIGINT, whatever the status, once a plain KeyboardInterrupt has left an `exec`, such as the
-    ones that make dataclasses and named tuples.
-    """
 
 
 class RunStopped(SystemExit):
@@ -178,14 +175,14 @@ def _note_secrets(arguments: list[str]) -> tuple[list[str], list[str]]:
             kept.append(argument)  # Hydra says what is wrong with it
             continue
         found = {name: value} if plain_key != "cluster.env" else value if isinstance(value, dict) else {}
-        secrets = {str(one): text for one, text in found.items() if is_secret(str(one))}
+        secrets = {str(variable): text for variable, text in found.items() if is_secret(str(variable))}
         names += secrets
-        variables().update({one: str(text) for one, text in secrets.items() if text is not None})
-        rest = {one: text for one, text in found.items() if str(one) not in secrets}
+        variables().update({secret: str(text) for secret, text in secrets.items() if text is not None})
+        rest = {variable: text for variable, text in found.items() if str(variable) not in secrets}
         if plain_key == "cluster.env" and not secrets:
             kept.append(argument)
         elif rest:
-            texts = ",".join(f"{one}:{hydra_quoted(str(text))}" for one, text in rest.items())
+            texts = ",".join(f"{variable}:{hydra_quoted(str(text))}" for variable, text in rest.items())
             kept.append(f"{key}={{{texts}}}")
     return kept, names
 
@@ -265,8 +262,8 @@ def _flags_first(arguments: Sequence[str]) -> list[str]:
 
 def _records_folder(arguments: Sequence[str]) -> Path:
     """Where a sweep keeps its launcher's logs and what became of its runs: below run.dir, else beside the runs."""
-    given = [one.partition("=")[2] for one in arguments if one.startswith("hydra.sweep.dir=")]
-    wanted = [one.partition("=")[2].strip("\"'") for one in arguments if one.startswith("run.dir=")]
+    given = [argument.partition("=")[2] for argument in arguments if argument.startswith("hydra.sweep.dir=")]
+    wanted = [argument.partition("=")[2].strip("\"'") for argument in arguments if argument.startswith("run.dir=")]
     if given:
         return Path(given[-1])
     if wanted and "," not in wanted[-1]:
@@ -276,7 +273,7 @@ def _records_folder(arguments: Sequence[str]) -> Path:
 
 def _count_runs(arguments: Sequence[str]) -> int:
     """Runs of a sweep by the overrides of its command line; at least one, whatever another sweeper makes of them."""
-    words = [one for one in arguments if "=" in one and not one.startswith(("-", "hydra"))]
+    words = [argument for argument in arguments if "=" in argument and not argument.startswith(("-", "hydra"))]
     batches = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)
     return max(sum(map(len, batches)), 1)
 
@@ -334,12 +331,7 @@ def run_app(
         SystemExit: status 2 for a wrong config, or what the task decides.
     """
     tolerate_console()
-    interrupts: list[int] = []
-
-    def on_interrupt(number: int, *_: object) -> None:
-        interrupts.append(number)
-        raise _Stop
-
+    interrupts = note_interrupts()
     answer_questions(sys.argv[1:], name=name)
     is_sweep = any(argument in _SWEEPS for argument in sys.argv)
     sys.argv[1:], secrets = _note_secrets(sys.argv[1:])
@@ -351,29 +343,29 @@ def run_app(
     with tempfile.TemporaryDirectory() as scratch:
         records = None
         if is_sweep:
-            is_elsewhere = any(one.startswith(("hydra/launcher=", "hydra.sweep.dir=")) for one in sys.argv)
+            is_elsewhere = any(argument.startswith(("hydra/launcher=", "hydra.sweep.dir=")) for argument in sys.argv)
             records = _records_folder(sys.argv[1:]).absolute() if is_elsewhere and not collects else Path(scratch)
             for old in records.glob("[0-9]*.json"):  # of a sweep before, in the same folder
                 old.unlink()
-            if not any(one.startswith("hydra.sweep.dir=") for one in sys.argv):
+            if not any(argument.startswith("hydra.sweep.dir=") for argument in sys.argv):
                 sys.argv.append(f"hydra.sweep.dir={hydra_quoted(str(records))}")
         job = _Job(task, tuple(secrets), records, reports_folder)
         app = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="pretrain")(job.__call__)
         try:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
-                    signal.signal(number, on_interrupt)
+            interrupts = note_interrupts(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+            if interrupts.numbers:
+                raise Stop
             app()
         except KeyboardInterrupt:
             fail("interrupted", status=INTERRUPTED_STATUS)
         except Exception as error:
-            if interrupts:  # OmegaConf turns an interrupt inside it into an error of its own
+            if interrupts.numbers:  # OmegaConf turns an interrupt inside it into an error of its own
                 fail("interrupted", status=INTERRUPTED_STATUS)
             if "debug=true" in sys.argv:
                 traceback.print_exc()
             fail(explain(error), status=CONFIG_ERROR_STATUS)
-        if any(one in ("--cfg", "-c", "--info") for one in sys.argv):
+        if any(argument in ("--cfg", "-c", "--info") for argument in sys.argv):
             fail_if_unread()
-        is_answer = any(one in ("--cfg", "-c", "--info", "-i") for one in sys.argv)
+        is_answer = any(argument in ("--cfg", "-c", "--info", "-i") for argument in sys.argv)
         if records is not None and not is_answer:
             _end_sweep(records, expected=_count_runs(sys.argv[1:]), task_is_collected=collects)

@@ -76,6 +76,6 @@ def needed_folders(config: Config) -> Iterator[Path]:
     paths += [] if requested in ("auto", "never") else [requested]
     for path in filter(None, paths):
         place = Path(path).expanduser().absolute()
-        whole = next((one for one in (place, *place.parents) if "*" not in str(one) and one.is_dir()), None)
+        whole = next((folder for folder in (place, *place.parents) if "*" not in str(folder) and folder.is_dir()), None)
         if whole is not None and whole != Path("/"):
             yield whole

@@ -24,7 +24,7 @@ _LONGEST = 48  # bytes: the folder's own name, multiprocessing's folder in it an
 
 def _bases() -> Iterator[Path]:
     """Where such a folder may be, the user's choice first."""
-    yield from dict.fromkeys(Path(one) for one in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"))
+    yield from dict.fromkeys(Path(folder) for folder in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"))
 
 
 @cache

@@ -45,7 +45,7 @@ def _is_used(folder: Path) -> bool:
 
 
 @dataclass(slots=True)
-class Claim:
+class ClaimedFolder:
     """A run folder that is ours.
 
     Attributes:
@@ -91,7 +91,7 @@ class Claim:
         os.close(self.lock)
 
 
-def claim_run_folder(config: Config, *, label: str, data: Identity) -> Claim:
+def claim_run_folder(config: Config, *, label: str, data: Identity) -> ClaimedFolder:
     """Make a run folder, or find out where the run in it goes on.
 
     Args:
@@ -113,7 +113,7 @@ def claim_run_folder(config: Config, *, label: str, data: Identity) -> Claim:
     try:
         if not _is_used(folder):
             (folder / "metrics.jsonl").touch()  # the claim
-            return Claim(folder, chosen, lock)
+            return ClaimedFolder(folder, chosen, lock)
         if requested == "never":
             raise ConfigError(
                 f"run.dir={config.run.dir}: holds a run already; choose another folder or remove this one"
@@ -126,7 +126,7 @@ def claim_run_folder(config: Config, *, label: str, data: Identity) -> Claim:
                 "choose another folder"
             )
         remove_leftovers(root)
-        claim = Claim(folder, own or find_resume_point(config, folder, data=data), lock)
+        claim = ClaimedFolder(folder, own or find_resume_point(config, folder, data=data), lock)
         if claim.resume is not None:  # before anything of the run is touched
             meta = read_meta(claim.resume)
             check_settings(meta, config, claim.resume, data=data)

@@ -25,6 +25,7 @@ from megaasync.distributed.environment import RankEnvironment, meet_on_this_host
 from megaasync.distributed.heartbeat import HangDetector, make_heartbeat_file
 from megaasync.entry.console import tolerate_console
 from megaasync.entry.file_errors import explain_file_error
+from megaasync.entry.interrupts import has_noted
 from megaasync.entry.private_folder import private_folder
 from megaasync.pipeline import TrainingError
 from megaasync.schedules import ScheduleError
@@ -195,6 +196,8 @@ def spawn_ranks(
         handled = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, on_interrupt) for number in handled}
         try:
+            if any(has_noted(handler) for handler in previous.values()):
+                raise Interrupted("interrupted")
             context = _start_fork_server()
             board = make_heartbeat_file(Path(meeting) / "board", num_slots=world_size)
             for rank in range(world_size):
@@ -276,15 +279,15 @@ def _wait_for(
             break
         if failures and now > failed_at + _LINGER_SECONDS:
             break
-    own_failures = [one for one in failures if not (one.lost_peer or one.died)]
+    own_failures = [failure for failure in failures if not (failure.lost_peer or failure.died)]
     if interrupts and not own_failures:
         raise Interrupted("interrupted")
     if failures:
         # A rank that lost its peer fails too, and sometimes sooner than the news of the peer arrives; an error without
         # a traceback is one of ours or a death, and explains the rest.
-        causes = [one for one in failures if not one.lost_peer] or failures
-        causes = [one for one in causes if not one.details] or causes
-        cause = next((one for one in causes if not one.unknown_cause), causes[0])
+        causes = [failure for failure in failures if not failure.lost_peer] or failures
+        causes = [candidate for candidate in causes if not candidate.details] or causes
+        cause = next((candidate for candidate in causes if not candidate.unknown_cause), causes[0])
         details = cause.details
         if cause.is_retryable:
             lasts = [f"  {name}: {detector.describe(rank)}" for rank, name in enumerate(names)]

@@ -29,7 +29,7 @@ _TEXT = "tag:yaml.org,2002:str"
 def _parts(hint: Any) -> tuple[Any, ...]:
     """The members of a union but None; else the hint itself."""
     members = get_args(hint) if is_union(hint) else (hint,)
-    return tuple(one for one in members if one is not type(None))
+    return tuple(member for member in members if member is not type(None))
 
 
 def _holds_text(hint: Any) -> bool:
@@ -86,7 +86,7 @@ def _is_odd_number(node: yaml.Node) -> bool:
 
 def _prepare(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> None:
     """Make text of what a text key has; refuse odd numbers elsewhere, and anchors that hold themselves."""
-    if any(node is one for one in above):
+    if any(node is entry for entry in above):
         raise yaml.constructor.ConstructorError(None, None, "an anchor that holds itself", node.start_mark)
     if isinstance(node, yaml.MappingNode):
         for number, (key, value) in enumerate(node.value):
@@ -97,8 +97,8 @@ def _prepare(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> None:
             else:
                 _prepare(value, (*above, node))
     elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _prepare(item, (*above, node))
+        for entry in node.value:
+            _prepare(entry, (*above, node))
     elif _is_odd_number(node):
         raise yaml.constructor.ConstructorError(
             None,

@@ -27,9 +27,9 @@ def _as_hint(hint: Any) -> Any:
     if get_origin(hint) is not Annotated:
         return hint
     base, *metadata = get_args(hint)
-    for one in metadata:
-        if isinstance(one, NameOf):
-            return Literal[one.names]
-        if isinstance(one, OneOf):
-            return Union[one.classes]  # noqa: UP007 - of a tuple that is known only now
+    for choice in metadata:
+        if isinstance(choice, NameOf):
+            return Literal[choice.names]
+        if isinstance(choice, OneOf):
+            return Union[choice.classes]  # noqa: UP007 - of a tuple that is known only now
     return base

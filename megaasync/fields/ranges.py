@@ -50,7 +50,7 @@ class Range:
 
 def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, tuple):
-        yield from ((f"{key}[{number}]", one) for number, one in enumerate(value))
+        yield from ((f"{key}[{number}]", element) for number, element in enumerate(value))
     elif isinstance(value, int | float):  # null and words, as auto, have no range
         yield key, value
 
@@ -62,20 +62,20 @@ def check_ranges(config: Any, prefix: str = "") -> None:
         ConfigError: the first that does not.
     """
     allowed = _ranges_of(type(config))
-    for one in fields(config):
-        key, value = f"{prefix}{one.name}", getattr(config, one.name)
+    for each in fields(config):
+        key, value = f"{prefix}{each.name}", getattr(config, each.name)
         if is_dataclass(value):
             check_ranges(value, f"{key}.")
-        elif one.name in allowed:
+        elif each.name in allowed:
             for name, number in _numbers(key, value):
-                allowed[one.name].check(name, number)
+                allowed[each.name].check(name, number)
 
 
 def _ranges_of(cls: type) -> dict[str, Range]:
     """The ranges of a dataclass's fields, by name."""
     hints = get_type_hints(cls, include_extras=True)
     found = {
-        name: [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Range)]
+        name: [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, Range)]
         for name, hint in hints.items()
     }
     return {name: ranges[0] for name, ranges in found.items() if ranges}

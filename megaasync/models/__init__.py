@@ -1,1 +1,1 @@
-"""The networks: the decoder, how its layers are dealt to stages, and its initial weights."""
+"""The networks: the decoder, how its layers are assigned to stages, and its initial weights."""

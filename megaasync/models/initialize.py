@@ -24,7 +24,7 @@ def _draw(shape: Shape, part: Part, *, std: float, seed: int, name: str) -> Tens
     """float32 on the CPU, whatever the run's dtype and device."""
     whole = torch.empty(shape, dtype=torch.float32)
     whole.normal_(0.0, std, generator=_generator(seed, name))
-    return whole[tuple(slice(one.start, one.stop) for one in part)]
+    return whole[tuple(slice(side.start, side.stop) for side in part)]
 
 
 def initialize_(

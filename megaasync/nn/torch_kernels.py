@@ -26,8 +26,8 @@ class CausalAttention(nn.Module):
         """To [B, S, H K]; [B, 1, S, S] is added to the scores, None is causal attention over the sequence."""
         if added_B1SS is not None and query_BSHK.is_cuda:  # no fused kernel of a GPU takes both a mask and shared heads
             shared = query_BSHK.shape[2] // key_BSGK.shape[2]
-            key_BSGK, value_BSGK = (one.repeat_interleave(shared, dim=2) for one in (key_BSGK, value_BSGK))
-        heads = (one.transpose(1, 2) for one in (query_BSHK, key_BSGK, value_BSGK))
+            key_BSGK, value_BSGK = (tensor.repeat_interleave(shared, dim=2) for tensor in (key_BSGK, value_BSGK))
+        heads = (tensor.transpose(1, 2) for tensor in (query_BSHK, key_BSGK, value_BSGK))
         mixed_BHSK = F.scaled_dot_product_attention(
             *heads, attn_mask=added_B1SS, is_causal=added_B1SS is None, enable_gqa=True
         )

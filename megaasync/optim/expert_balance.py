@@ -93,14 +93,14 @@ class ExpertBalance:
         # a batch without a valid token leaves the fractions as they are
         fractions_LE = (counts_LE / total_L1.clamp_min(1)).to(self.fractions_LE.dtype)
         torch.where(total_L1 > 0, fractions_LE, self.fractions_LE, out=self.fractions_LE)
-        self.publish(version)
+        self.write_version(version)
 
     def skip(self, step: int, *, version: int) -> None:
         """Forget the counts of a batch whose gradient is skipped."""
         self._by_step.pop(step)
-        self.publish(version)
+        self.write_version(version)
 
-    def publish(self, version: int) -> None:
+    def write_version(self, version: int) -> None:
         """Write the newest biases and fractions to the slot of a version."""
         for layer, router in enumerate(self._routers[version % len(self._routers)]):
             router.bias_E.copy_(self.bias_LE[layer])

@@ -140,9 +140,9 @@ class _Matrix:
 def assign_balanced(costs: Sequence[int], loads: list[int]) -> list[int]:
     """An owner for each cost: the largest first, each to the owner with the least so far; adds to their loads."""
     num_owners, owners = len(loads), [0] * len(costs)
-    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
-        owners[item] = min(range(num_owners), key=lambda owner: (loads[owner], owner))
-        loads[owners[item]] += costs[item]
+    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        owners[number] = min(range(num_owners), key=lambda owner: (loads[owner], owner))
+        loads[owners[number]] += costs[number]
     return owners
 
 
@@ -195,7 +195,9 @@ class FlatParamLayout:
         self._dedicated_buckets: dict[str, Bucket] = {}
         self._loads: dict[tuple[str, ...], list[int]] = {}  # Newton-Schulz work of each shard so far, by axes
         # stacks first: what they leave uneven, whole matrices can make up for
-        for (axes, copies_over, is_matrix, _, own), names in sorted(members.items(), key=lambda one: not one[0][3]):
+        for (axes, copies_over, is_matrix, _, own), names in sorted(
+            members.items(), key=lambda member: not member[0][3]
+        ):
             loads = self._loads.setdefault(axes, [0] * self._dims.size(axes))
             place = self._place_matrices if is_matrix else self._place_elements
             index = self._dims.index(rank, axes)
@@ -256,7 +258,7 @@ class FlatParamLayout:
         """Assign matrices and stacks of them to shards by cost, and those split over tensor ranks to owner ranks."""
         matrices = [self._matrix(name) for name in names]
         are_stacks = all(len(self._shapes[name]) == 3 for name in names)  # [E, rows, cols]
-        if are_stacks and len({tuple(sorted(one.shape)) for one in matrices}) == 1:
+        if are_stacks and len({tuple(sorted(matrix.shape)) for matrix in matrices}) == 1:
             return self._place_evenly(matrices, loads, index)
         shard_of = assign_balanced([matrix.cost for matrix in matrices], loads)
         used: list[int] = []
@@ -300,9 +302,9 @@ class FlatParamLayout:
             groups.setdefault((route.rule, route.weight_decay, matrix.shape, None), []).append(matrix)
         size = math.prod(matrices[0].shape)
         count = sum(matrix.size for matrix in matrices) // size
-        lengths = [size * len(local_range(count, index=one, count=len(loads))) for one in range(len(loads))]
-        for one, length in enumerate(lengths):
-            loads[one] += length // size * max(matrices[0].shape) * min(matrices[0].shape) ** 2
+        lengths = [size * len(local_range(count, index=rank, count=len(loads))) for rank in range(len(loads))]
+        for rank, length in enumerate(lengths):
+            loads[rank] += length // size * max(matrices[0].shape) * min(matrices[0].shape) ** 2
         first = self.size + sum(lengths[:index])
         end = first + lengths[index]
         at, runs = self.size, []
@@ -337,7 +339,10 @@ class FlatParamLayout:
         most = 0
         for group in self.groups:
             part = max(
-                (math.prod(group.state_shape[1:]) * (one.stop - one.start) for one in iter_chunks(group.state_shape)),
+                (
+                    math.prod(group.state_shape[1:]) * (chunk.stop - chunk.start)
+                    for chunk in iter_chunks(group.state_shape)
+                ),
                 default=0,
             )
             whole = 0 if group.owners is None else 3 * (group.end - group.start)

@@ -82,7 +82,7 @@ class StageOptimizer:
         gradient: Tensor,
         *,
         scale: Tensor | float,
-        publish: Tensor,
+        out: Tensor,
         lookahead_steps: int,
         current_weights: Tensor | None = None,
         stale_weights: Tensor | None = None,
@@ -92,10 +92,10 @@ class StageOptimizer:
         Args:
             gradient: [layout.size] sum over the batch, valid in this rank's shards; scaled in place there.
             scale: makes it the clipped mean.
-            publish: [layout.size] in the compute dtype; receives x in this rank's shards.
+            out: [layout.size] in the compute dtype; receives x in this rank's shards.
             lookahead_steps: updates that x looks ahead of z: 0 without a correction, the delay under error feedback.
             current_weights: [layout.size] the newest weights, for the compensation if there is one.
-            stale_weights: [layout.size] those that the gradient was taken at; they may lie where `publish` does.
+            stale_weights: [layout.size] those that the gradient was taken at; they may lie where `out` does.
         """
         lr = self._learning_rate(self.num_updates)
         self.num_updates += 1
@@ -103,7 +103,7 @@ class StageOptimizer:
             grad = run.view(gradient).mul_(scale)
             if self._compensation is not None:
                 self._compensate(grad, memory, now=run.view(current_weights), then=run.view(stale_weights))
-            z, x = run.view_shard(self.master), run.view(publish)
+            z, x = run.view_shard(self.master), run.view(out)
             if run.owners is not None:
                 self._move(
                     run, z, x, self._direction_on_owner(run, grad, state), lr=lr, lookahead_steps=lookahead_steps
@@ -114,12 +114,12 @@ class StageOptimizer:
                 self._move(run, z[part], x[part], direction, lr=lr, lookahead_steps=lookahead_steps)
 
     @torch.no_grad()
-    def skip(self, *, publish: Tensor) -> None:
+    def skip(self, *, out: Tensor) -> None:
         """Leave a gradient out: the next version is z, as an update of zero would have it."""
         self.num_updates += 1
         self.num_skipped += 1
         for run in self.layout.groups:
-            run.view(publish).copy_(run.view_shard(self.master))
+            run.view(out).copy_(run.view_shard(self.master))
 
     def _compensate(self, grad: Tensor, memory: State, *, now: Tensor, then: Tensor) -> None:
         for part in iter_chunks(grad.shape, self._scratch):

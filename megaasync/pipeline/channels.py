@@ -40,10 +40,10 @@ def group_name(direction: str, *, sender: int, receiver: int) -> str:
 def group_names(rank_of_stage: tuple[int, ...]) -> list[str]:
     """The groups that a placement of stages needs."""
     names = set()
-    for one, other in itertools.pairwise(rank_of_stage):
-        if one != other:
-            names.add(group_name("forward", sender=one, receiver=other))
-            names.add(group_name("backward", sender=other, receiver=one))
+    for rank, other in itertools.pairwise(rank_of_stage):
+        if rank != other:
+            names.add(group_name("forward", sender=rank, receiver=other))
+            names.add(group_name("backward", sender=other, receiver=rank))
     return sorted(names)
 
 

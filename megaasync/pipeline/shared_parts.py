@@ -65,6 +65,6 @@ def make_shared_parts(
     """
     versions = WeightVersions(module, layout, num_slots=num_versions)
     gradients = GradientBuffers(versions.modules, layout, num_buffers=num_gradient_buffers, dtype=gradient_dtype)
-    routers = [[one for one in m.modules() if hasattr(one, "fractions_E")] for m in versions.modules]
+    routers = [[router for router in m.modules() if hasattr(router, "fractions_E")] for m in versions.modules]
     balance = ExpertBalance(routers, bias_update_rate=bias_update_rate) if routers[0] else None
     return SharedParts(versions, gradients, balance)

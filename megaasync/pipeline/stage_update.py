@@ -103,7 +103,7 @@ class StageUpdate:
         self.optimizer.step(
             self.gradients.sum_of(step),
             scale=scale,
-            publish=weights,
+            out=weights,
             lookahead_steps=lookahead_steps,
             current_weights=self.versions.flat(step),
             stale_weights=None if grad_version is None else self.versions.flat(grad_version),
@@ -116,7 +116,7 @@ class StageUpdate:
         """Leave the gradient of `step` out; weight version step + 1 is z."""
         self._check_order(step)
         weights = self.versions.flat(step + 1)
-        self.optimizer.skip(publish=weights)
+        self.optimizer.skip(out=weights)
         self._data_parallel.gather(weights)
         if self.balance is not None:
             self.balance.skip(step, version=step + 1)
@@ -134,7 +134,7 @@ class StageUpdate:
         self.optimizer.layout.scatter_shard(self.master, weights)
         self._data_parallel.gather(weights)
         if self.balance is not None:
-            self.balance.publish(version)
+            self.balance.write_version(version)
 
     def restore_slot(self, version: int) -> None:
         """Write back what the slot held before `load_master_into_slot`, if that kept it."""

@@ -16,7 +16,7 @@ from megaasync.optim.flat_param_layout import FlatParamLayout
 
 def _groups_of(module: nn.Module) -> dict[int, Any]:
     """Process groups that layers hold, for copies to hold too: they talk to the same ranks."""
-    held = (value for one in module.modules() for value in vars(one).values())
+    held = (value for submodule in module.modules() for value in vars(submodule).values())
     return {id(value): value for value in held if isinstance(value, dist.ProcessGroup)}
 
 

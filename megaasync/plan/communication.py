@@ -84,7 +84,7 @@ def step_volumes(
     model, parallel, dims = config.model, config.parallel, config.parallel_dims
     replicas, microbatches = dims.size(REPLICAS), config.num_microbatches
     owners = schedule.rank_of_stage
-    crossings = 2 * sum(one != other for one, other in itertools.pairwise(owners))
+    crossings = 2 * sum(owner != other for owner, other in itertools.pairwise(owners))
     parts = parallel.tensor if parallel.sequence_parallel else 1
     message = config.train.micro_batch_size * (model.seq_length // parts) * model.hidden_size * compute
     volumes = dict.fromkeys(

@@ -64,9 +64,9 @@ def hop_advice(config: Config) -> list[dict[str, float]]:
                 virtual_stages=parallel.virtual_stages,
                 extra_in_flight=extra,
             )
-            figures = schedule_metrics(table, costs=Costs(hop=_HOP))
-            line = {"extra_in_flight": extra, "hop": _HOP, "bubble": figures.bubble}
-            advice.append(line | {"most_in_flight": max(figures.activations)})
+            metrics = schedule_metrics(table, costs=Costs(hop=_HOP))
+            line = {"extra_in_flight": extra, "hop": _HOP, "bubble": metrics.bubble}
+            advice.append(line | {"most_in_flight": max(metrics.activations)})
     return advice
 
 
@@ -169,7 +169,7 @@ def _newton_schulz_flops(stage: _Stage, config: Config) -> float:
 
 
 def _estimates(
-    config: Config, stage: _Stage, figures: ScheduleMetrics, index: int, activations: ActivationSizes
+    config: Config, stage: _Stage, metrics: ScheduleMetrics, index: int, activations: ActivationSizes
 ) -> dict[str, float]:
     """Seconds, from the figures that the cluster group gives for its GPUs; empty if it gives none."""
     cluster = config.cluster
@@ -178,7 +178,7 @@ def _estimates(
     layers = stage.sizes.layers
     flops = forward_flops(config.model, layers, with_head=layers.stop == config.model.num_layers)
     forward = activations.tokens * flops / config.parallel.tensor / (cluster.gpu_tflops * 1e12)
-    layout = max(stage.layouts, key=lambda one: one.size)
+    layout = max(stage.layouts, key=lambda candidate: candidate.size)
     reduce_bytes = gather_bytes = 0.0
     for bucket in layout.buckets:
         size = config.parallel_dims.size(bucket.axes)
@@ -187,7 +187,7 @@ def _estimates(
     elementwise = layout.shard_size * 8 * activations.exact / _HBM_BYTES
     return {
         "forward": forward,
-        "slack": figures.slack[index] * forward,
+        "slack": metrics.slack[index] * forward,
         "reduction": reduce_bytes / (cluster.network_gbytes * 1e9),
         "step": _newton_schulz_flops(stage, config) / (cluster.gpu_tflops * 1e12)
         + elementwise
@@ -203,12 +203,16 @@ def _ranks_of(stages: list[dict[str, Any]], schedule: PipelineSchedule) -> list[
     ranks = []
     for rank in range(schedule.num_ranks):
         mine = [stages[index] for index in schedule.stages_of(rank)]
-        spare = sum(one["bytes"]["workspace"] for one in mine) - max(one["bytes"]["workspace"] for one in mine)
+        spare = sum(stage_line["bytes"]["workspace"] for stage_line in mine) - max(
+            stage_line["bytes"]["workspace"] for stage_line in mine
+        )
         line = {"rank": mine[0]["rank"], "stages": list(schedule.stages_of(rank))}
-        line["total_bytes"] = sum(one["total_bytes"] for one in mine) - spare
+        line["total_bytes"] = sum(stage_line["total_bytes"] for stage_line in mine) - spare
         if mine[0]["seconds"]:
-            line["slack_seconds"] = min(one["seconds"]["slack"] for one in mine)
-            line["update_seconds"] = sum(one["seconds"]["reduction"] + one["seconds"]["step"] for one in mine)
+            line["slack_seconds"] = min(stage_line["seconds"]["slack"] for stage_line in mine)
+            line["update_seconds"] = sum(
+                stage_line["seconds"]["reduction"] + stage_line["seconds"]["step"] for stage_line in mine
+            )
         ranks.append(line)
     return ranks
 
@@ -235,7 +239,7 @@ def _stage_line(
     config: Config,
     stage: _Stage,
     needs: StageBuffers,
-    figures: ScheduleMetrics,
+    metrics: ScheduleMetrics,
     index: int,
     activations: ActivationSizes,
 ) -> dict[str, Any]:
@@ -252,9 +256,9 @@ def _stage_line(
         "microbatches_in_flight": needs.activations[index],
         "bytes": sizes,
         "total_bytes": sum(sizes.values()),
-        "slack_before_norm": figures.slack_before_norm[index],
-        "slack": figures.slack[index],
-        "seconds": _estimates(config, stage, figures, index, activations),
+        "slack_before_norm": metrics.slack_before_norm[index],
+        "slack": metrics.slack[index],
+        "seconds": _estimates(config, stage, metrics, index, activations),
     }
 
 
@@ -269,7 +273,7 @@ def make_plan(config: Config) -> dict[str, Any]:
     model, phases, dims = config.model, phases_of(config), config.parallel_dims
     schedule, needs = main_schedule(phases), buffers_required(phases)
     activations = activation_sizes(config)
-    figures = schedule_metrics(schedule)
+    metrics = schedule_metrics(schedule)
     stages, lines, total, active = [], [], 0, 0
     routing: dict[tuple[str, str, float], list[int]] = {}
     counted: set[str] = set()
@@ -286,7 +290,7 @@ def make_plan(config: Config) -> dict[str, Any]:
             sums = routing.setdefault((type(route.rule).__name__, route.role.value, route.weight_decay), [0, 0])
             sums[0] += 1
             sums[1] += math.prod(shape)
-        line = _stage_line(config, stage, needs, figures, index, activations)
+        line = _stage_line(config, stage, needs, metrics, index, activations)
         lines.append({"stage": index, "rank": schedule.rank_of_stage[index] * dims.size(REPLICAS), **line})
     ranks = _ranks_of(lines, schedule)
     volumes = step_volumes(
@@ -315,7 +319,7 @@ def make_plan(config: Config) -> dict[str, Any]:
         "tokens_per_step": config.train.global_batch_size * model.seq_length,
         "tokens": config.train.steps * config.train.global_batch_size * model.seq_length,
         "flops_per_token": flops_per_token(model),
-        "bubble": figures.bubble,
+        "bubble": metrics.bubble,
         "hops": hop_advice(config),
         "stages": lines,
         "bytes_over_1f1b": _over_1f1b(config, stages, needs, activations) if schedule.is_asynchronous else [],

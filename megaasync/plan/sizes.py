@@ -36,13 +36,13 @@ def buffers_required(phases: tuple[Phase, ...]) -> StageBuffers:
     figures = [buffer_counts(phase.schedule) for phase in phases]
 
     def most(name: str) -> tuple[int, ...]:
-        return tuple(max(column) for column in zip(*(getattr(one, name) for one in figures), strict=True))
+        return tuple(max(column) for column in zip(*(getattr(figure, name) for figure in figures), strict=True))
 
     return StageBuffers(most("versions"), most("gradient_buffers"), most("activations"))
 
 
 def layers_of_stages(config: Config) -> tuple[range, ...]:
-    """Layers of each stage, as the config deals them."""
+    """Layers of each stage, as the config assigns them."""
     num_stages = phases_of(config)[0].schedule.num_stages
     return partition_layers(config.model, num_stages=num_stages, layers_per_stage=config.parallel.layers_per_stage)
 

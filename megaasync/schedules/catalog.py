@@ -12,7 +12,9 @@ from megaasync.schedules.schedule import PipelineSchedule, ScheduleError
 
 
 def _all() -> dict[str, ScheduleKind]:
-    modules = (importlib.import_module(f"{kinds.__name__}.{one.name}") for one in pkgutil.iter_modules(kinds.__path__))
+    modules = (
+        importlib.import_module(f"{kinds.__name__}.{module.name}") for module in pkgutil.iter_modules(kinds.__path__)
+    )
     found: list[ScheduleKind] = [module.SCHEDULE for module in modules]
     return {kind.name: kind for kind in sorted(found, key=lambda kind: (kind.has_delay, kind.name))}
 
@@ -56,7 +58,7 @@ def build_schedule(
             f"{name} has {allowed} per rank, not {virtual_stages}", remedy=f"parallel.virtual_stages={fewest}"
         )
     if extra_in_flight and not kind.takes_extra_in_flight:
-        takers = ", ".join(key for key, one in SCHEDULES.items() if one.takes_extra_in_flight)
+        takers = ", ".join(key for key, other in SCHEDULES.items() if other.takes_extra_in_flight)
         raise ScheduleError(f"{name} has no extra forwards in flight; {takers} do", remedy="schedule.extra_in_flight=0")
     schedule = kind.build(
         num_ranks=num_ranks,

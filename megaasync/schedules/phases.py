@@ -63,18 +63,18 @@ def make_phases(
         )
     runs = ((kind.synchronous, sync_start_steps), (name, asynchronous), (kind.synchronous, sync_cooldown_steps))
     phases, first = [], 0
-    for one, length in runs:
+    for run, length in runs:
         if not length:
             continue
         schedule = build_schedule(
-            one,
+            run,
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
             virtual_stages=virtual_stages,
             extra_in_flight=extra_in_flight,
             tied=tied,
             start_step=first,
-            delay=delay if one == name else None,
+            delay=delay if run == name else None,
         )
         phases.append(Phase(schedule, first, first + length, flush_at_end=first + length < num_steps))
         first += length

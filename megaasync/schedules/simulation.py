@@ -92,7 +92,7 @@ def _lanes(
                 of_step = waiting.setdefault(action.step, [])
                 of_step.append(action)
                 if len(of_step) == len(schedule.stages_of(rank)):
-                    for norm in sorted(of_step, key=lambda one: (schedule.delay[one.stage], one.stage)):
+                    for norm in sorted(of_step, key=lambda action: (schedule.delay[action.stage], action.stage)):
                         step = Action(Op.STEP, norm.stage, norm.step)
                         step_needs = tuple((("done", need), 0.0) for need in waits_for(schedule, step))
                         background.append(_Task(step, ("done", step), costs.of(Op.STEP, norm.stage), step_needs))

@@ -42,7 +42,7 @@ def sound_checkpoint(
     """
     while True:
         problems = _told_by_all(next(iter(wrong_files(path, part=rank, parts=world_size)), None), world_size)
-        problem = next((one for one in problems if one), None)
+        problem = next((found for found in problems if found), None)
         if problem is None:
             return path
         words = f"checkpoint {path}: {problem}"
@@ -146,7 +146,7 @@ class CheckpointManager:
         Raises:
             ConfigError: the first rank's problem.
         """
-        if first := next((one for one in all_gather_object(problem, self._group) if one), None):
+        if first := next((found for found in all_gather_object(problem, self._group) if found), None):
             raise ConfigError(first)
 
     @property

@@ -174,14 +174,14 @@ def _bandwidths(device: torch.device, environment: RankEnvironment) -> tuple[flo
             seconds(None)
     ring = seconds(partial(exchange, (rank + 1) % size, (rank - 1) % size))
     all_to_all = seconds(lambda: dist.all_to_all_single(into, out))
-    return tuple(out.numel() / one for one in (min(pairs, default=ring), ring, all_to_all))
+    return tuple(out.numel() / seconds for seconds in (min(pairs, default=ring), ring, all_to_all))
 
 
 def _free(path: Path | None) -> int | None:
     """Bytes free in the file system of a path that need not be there yet."""
     if path is None:
         return None
-    above = next(one for one in (path, *path.parents) if one.exists())
+    above = next(folder for folder in (path, *path.parents) if folder.exists())
     return shutil.disk_usage(above).free
 
 
@@ -228,9 +228,11 @@ def preflight(
         all_to_all,
     )
     found: list[Any] = [None] * environment.world_size
-    dist.all_gather_object(found, (mine, sum(one.is_complete for one in checkpoints_in(folder / "checkpoints"))))
+    dist.all_gather_object(
+        found, (mine, sum(checkpoint.is_complete for checkpoint in checkpoints_in(folder / "checkpoints")))
+    )
     # what is there is what rank 0 sees: all ranks must come to the same judgement, whatever their file caches hold
-    facts, kept = [one for one, _ in found], found[0][1]
+    facts, kept = [fact for fact, _ in found], found[0][1]
     new = max(config.checkpoint.keep + 1 - kept, 1) if config.checkpoint.interval is not None else 0
     parameters = launched.get("total_parameters", 0)
     is_new = not kept  # a run that goes on may do so with mended code; then only the nodes must agree

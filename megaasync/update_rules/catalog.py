@@ -30,7 +30,9 @@ def _name_of(config_class: type[OptimizerConfig]) -> str:
 
 
 def _all() -> dict[str, type[OptimizerConfig]]:
-    modules = (importlib.import_module(f"{kinds.__name__}.{one.name}") for one in pkgutil.iter_modules(kinds.__path__))
+    modules = (
+        importlib.import_module(f"{kinds.__name__}.{module.name}") for module in pkgutil.iter_modules(kinds.__path__)
+    )
     return {_name_of(found): found for found in map(_config_class, modules)}
 
 

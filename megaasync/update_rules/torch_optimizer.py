@@ -239,8 +239,8 @@ def _anatomy(
         ]
         whole = [moved, others[0]]
         is_elementwise = all(
-            torch.allclose(torch.cat(halves[2 * i : 2 * i + 2]), one, rtol=1e-9, atol=1e-12)
-            for i, one in enumerate(whole)
+            torch.allclose(torch.cat(halves[2 * i : 2 * i + 2]), item, rtol=1e-9, atol=1e-12)
+            for i, item in enumerate(whole)
         )
     if len(shape) == 1 and not is_elementwise:
         raise ConfigError(f"optimizer.target={target}: is not elementwise; set optimizer.elementwise=false")

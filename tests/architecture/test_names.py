@@ -92,9 +92,25 @@ EVERYWHERE = {
     "Needs": "Requirements",
     "_odd_ones": "mismatched_hosts",
     "also_slow": "slow_params",
+    "Claim": "ClaimedFolder",
+    "publish": "write_version, or out for a tensor that is written to",
+    "dealt": "assigned",
+    "rules_of": "OptimizerConfig.rules",
 }
 
 PHRASES = (
+    "A laptop plans",
+    "compares contents by hash",
+    "below it stands what may be concluded",
+    "sees whole matrices",
+    "microbatches by address",
+    "from shapes alone",
+    "Started bare",
+    "METHOD of the project",
+    "a review noticed",
+    "a fresh last stage",
+    "goes on exactly",
+    "handed on",
     "The house",
     "| room |",
     "comes next",
@@ -129,6 +145,27 @@ def test_names_of_before_are_gone():
             if name in EVERYWHERE:
                 found.append(f"{path.relative_to(ROOT)}:{line}: {name} is {EVERYWHERE[name]} now")
     assert found == []
+
+
+def loop_variables(tree):
+    """(line, name) of every variable that a loop, a comprehension or a lambda introduces."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For | ast.comprehension):
+            yield from ((name.lineno, name.id) for name in ast.walk(node.target) if isinstance(name, ast.Name))
+        elif isinstance(node, ast.Lambda):
+            yield from ((argument.lineno, argument.arg) for argument in node.args.args)
+
+
+def test_loop_variables_have_the_name_of_what_they_are():
+    found = []
+    for path in SOURCES:
+        for line, name in loop_variables(ast.parse(path.read_text())):
+            if name == "one":
+                found.append(f"{path.relative_to(ROOT)}:{line}: call it what it is")
+    assert found == []
+    assert sorted(n for _, n in loop_variables(ast.parse("for a, b in c:\n    [d for d in e]\nlambda f: g"))) == list(
+        "abdf"
+    )
 
 
 def test_the_walk_sees_every_kind_of_name():

@@ -14,15 +14,19 @@ def test_files_functions_and_constructors_are_short(path):
     text = path.read_text()
     assert text.count("\n") <= 400
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    assert [one.name for one in functions if _length(one) > 80] == []
-    constructors = [one for one in functions if one.name == "__init__"]
-    assert [len(one.args.args + one.args.kwonlyargs) - 1 for one in constructors if _too_many(one)] == []
+    assert [function.name for function in functions if _length(function) > 80] == []
+    constructors = [function for function in functions if function.name == "__init__"]
+    assert [
+        len(constructor.args.args + constructor.args.kwonlyargs) - 1
+        for constructor in constructors
+        if _too_many(constructor)
+    ] == []
 
 
 def _length(function):
     """Lines; classes that are made in it count by themselves."""
     inside = [node for node in ast.walk(function) if isinstance(node, ast.ClassDef)]
-    return function.end_lineno - function.lineno + 1 - sum(one.end_lineno - one.lineno + 1 for one in inside)
+    return function.end_lineno - function.lineno + 1 - sum(item.end_lineno - item.lineno + 1 for item in inside)
 
 
 def _too_many(constructor):

@@ -140,7 +140,7 @@ def test_pipedream_goes_on_bit_for_bit(tmp_path):
     assert_goes_on(whole, run(config, tmp_path / "again", tmp_path / folder_name(SAVED)), tolerance=0)
 
 
-PAIRS = [(one, other) for one in LAYOUTS for other in LAYOUTS if one != other]
+PAIRS = [(item, other) for item in LAYOUTS for other in LAYOUTS if item != other]
 _KEPT = [
     PAIRS.index(pair)
     for pair in (

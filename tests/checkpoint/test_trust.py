@@ -147,7 +147,7 @@ def test_an_index_leads_to_no_file_outside_of_its_folder(checkpoint, name):
 def test_an_index_with_a_part_missing_is_refused(checkpoint):
     """Else the tensor would keep what it was initialised with."""
     whole = (checkpoint / TENSORS).read_text()
-    for change in (lambda one: one["chunks"].clear(), lambda one: one["chunks"][0].update(sizes=[10**6])):
+    for change in (lambda item: item["chunks"].clear(), lambda item: item["chunks"][0].update(sizes=[10**6])):
         index = json.loads(whole)
         change(index["tensors"]["master/layers.0.attention.query.weight"])
         (checkpoint / TENSORS).write_text(json.dumps(index))

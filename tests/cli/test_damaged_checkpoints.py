@@ -100,7 +100,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path):
         assert "checkpoint at step 12 failed" in ran.out and "training goes on" in ran.out
         assert "needs" in ran.out and "MiB are free; make room" in ran.out
         assert str(found.path) in ran.out
-        assert [one.step for one in checkpoints_in(disk / "run" / "checkpoints") if one.is_complete] == [8]
+        assert [item.step for item in checkpoints_in(disk / "run" / "checkpoints") if item.is_complete] == [8]
         assert not list((disk / "run" / "checkpoints").glob(".*"))
 
 

@@ -126,7 +126,7 @@ def test_a_nan_on_one_data_rank_of_the_last_stage(tmp_path, policy):
     assert status == 1 and "step 4: " in err.strip().splitlines()[-1] and "restart" not in err, err
     assert [row["step"] for row in metrics(folder)][-1] <= 4
     saved = checkpoints_in(folder / "checkpoints")
-    assert [one.step for one in saved] == [1, 2, 3] and all(one.is_complete for one in saved)
+    assert [item.step for item in saved] == [1, 2, 3] and all(item.is_complete for item in saved)
 
 
 @pytest.mark.slow("survive")

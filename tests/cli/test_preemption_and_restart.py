@@ -200,7 +200,7 @@ def test_rows_that_somebody_removed_are_missed_and_the_run_goes_on(tmp_path, wit
     assert ran.status == 0, ran.err
     assert "metrics.jsonl has no rows, but the checkpoint is of step 8: the rows between are lost" in ran.out
     assert [row["step"] for row in metrics(tmp_path / "run")] == [9, 10, 11, 12]
-    assert [one.step for one in checkpoints_in(with_two)] == [8, 12] and len(whole) == 8
+    assert [item.step for item in checkpoints_in(with_two)] == [8, 12] and len(whole) == 8
     ran = pretrain(*RECIPE, "train.steps=12", "run.dir=run", "checkpoint.resume=never", cwd=tmp_path)
     assert ran.status == 2 and "holds a run already" in ran.message
 
@@ -245,7 +245,7 @@ def test_files_are_as_large_as_what_is_in_them(with_two):
     content = sum(tensor.nbytes for tensor in tensors_of(folder).values())
     headers = 1500  # of torch's file format, for every piece
     pieces = sum(
-        len(one.chunks) for one in dcp_io.dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.values()
+        len(item.chunks) for item in dcp_io.dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.values()
     )
     written = sum(path.stat().st_size for path in folder.glob("*.distcp"))
     assert content < written < 1.1 * content + headers * pieces
@@ -277,7 +277,7 @@ def test_a_run_on_a_file_system_without_locks(tmp_path):
     rows = (json.dumps({"text": f"row {n} " + "of a small corpus " * 20}) for n in range(200))
     (tmp_path / "d.jsonl").write_text("\n".join(rows))
     text = ["data=hf", "data.path=d.jsonl", "model.vocab_size=450", "train.steps=4", "run.dir=run"]
-    recipe = [one for one in RECIPE if not one.startswith("data")]
+    recipe = [item for item in RECIPE if not item.startswith("data")]
     env = {"PYTHONPATH": f"{tmp_path}/site:{REPOSITORY}", "MEGAASYNC_CACHE": str(tmp_path / "cache")}
     for _ in range(2):
         ran = pretrain(*recipe, *text, cwd=tmp_path, **env)

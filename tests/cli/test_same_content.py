@@ -8,7 +8,11 @@ import pytest
 from tests.support.cli import TINY, metrics, pretrain, tool
 from tests.support.restarts import numbers
 
-DENSE = [*(one for one in TINY if ".moe." not in one and "data" not in one), "model=tiny_dense", "model.num_layers=1"]
+DENSE = [
+    *(item for item in TINY if ".moe." not in item and "data" not in item),
+    "model=tiny_dense",
+    "model.num_layers=1",
+]
 RUN = [*DENSE, "schedule=2bw", "optimizer=adamw", "checkpoint.interval=4"]
 
 

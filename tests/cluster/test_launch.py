@@ -44,7 +44,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[str(one[0]) for one in WRONG])
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[str(item[0]) for item in WRONG])
 def test_wrong_cluster_keys_are_named(changes, message):
     with pytest.raises(ConfigError, match=message):
         small_config(cluster={**SMALL_JOB, **changes}, parallel__pipeline=2, checkpoint__interval=5)

@@ -215,11 +215,11 @@ def test_a_job_that_starts_again_goes_on_from_what_it_named_until_it_has(tmp_pat
         (["checkpoint.resume=gone"], ["checkpoint.resume=gone", "no such folder"]),
         (["data=indexed", "data.path=/inside/t", "cluster.mounts=[{tmp}/host:/inside]"], ["host/t.idx does not exist"]),
     ],
-    ids=lambda one: one[0],
+    ids=lambda item: item[0],
 )
 def test_what_a_launch_can_see_is_looked_at_before_a_job_waits(tmp_path, arguments, words):
     (tmp_path / "d.jsonl").write_text('{"text": "x"}\n')
-    arguments = [one.replace("{tmp}", str(tmp_path)) for one in arguments]
+    arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
     done = launch(*SLURM, "cluster.submit=false", *arguments, "run.dir=run", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
@@ -248,7 +248,7 @@ def test_a_folder_behind_a_link_is_mounted_where_it_is(tmp_path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work/runs").symlink_to(tmp_path / "scratch")
     found = own_mounts(tmp_path / "work", tmp_path / "work/runs/run")
-    assert found == [f"{tmp_path}/{one}:{tmp_path}/{one}" for one in ("work", "scratch/run")]
+    assert found == [f"{tmp_path}/{name}:{tmp_path}/{name}" for name in ("work", "scratch/run")]
     assert own_mounts(Path("/data/x"), given=["/data:/data:ro"]) == []
     assert own_mounts(Path("/data/x"), given=["/data:/other"]) == ["/data/x:/data/x"]
 

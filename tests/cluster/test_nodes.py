@@ -29,7 +29,7 @@ NODES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "names"), NODES, ids=[one[0].strip() for one in NODES])
+@pytest.mark.parametrize(("text", "names"), NODES, ids=[node[0].strip() for node in NODES])
 def test_node_lists(text, names):
     assert expand_nodes(text) == names
 

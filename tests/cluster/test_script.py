@@ -220,7 +220,10 @@ def test_docker_runs_the_same_on_its_own_host(tmp_path):
     }  # fmt: skip
     command = docker_command(read(DockerCluster, plain, "cluster"), JobRun(tmp_path / "run"), directory=tmp_path)
     assert command[:5] == ["docker", "run", "--rm", "--gpus", "all"]
-    assert "A=b c" in command and [one for one in command if ":/" in one] == [f"{tmp_path}:{tmp_path}", "/data:/data"]
+    assert "A=b c" in command and [item for item in command if ":/" in item] == [
+        f"{tmp_path}:{tmp_path}",
+        "/data:/data",
+    ]
     assert command[command.index("m:1") :] == [
         "m:1", "python", "-m", "megaasync.pretrain", "--run-config", str(tmp_path / "run/config.yaml")
     ]  # fmt: skip

@@ -24,8 +24,8 @@ def without(config, *keys):
     written = to_plain(config)
     for *group, name in keys:
         place = written
-        for one in group:
-            place = place[one]
+        for item in group:
+            place = place[item]
         del place[name]
     return written
 
@@ -35,7 +35,7 @@ def resume(written, config, tmp_path):
     check_settings(meta, config, tmp_path / "step_00000003")
 
 
-@pytest.mark.parametrize("keys", [*([one] for one in LATER), LATER], ids=str)
+@pytest.mark.parametrize("keys", [*([item] for item in LATER), LATER], ids=str)
 def test_a_checkpoint_that_lacks_keys_of_today_is_resumed(keys, tmp_path):
     config = small_config()
     resume(without(config, *keys), config, tmp_path)

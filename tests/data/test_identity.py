@@ -159,7 +159,7 @@ def test_a_document_of_one_long_line_is_seen_whole():
     sample = sample_texts(texts, max_bytes=10**9)
     assert "".join(sample.units) == "".join(texts)
     assert "".join(_sentences(sample.units)) == "".join(texts)
-    assert max(len(one.encode()) for one in _sentences(sample.units)) <= 4192
+    assert max(len(sentence.encode()) for sentence in _sentences(sample.units)) <= 4192
     assert len(sample_texts(texts, max_bytes=200_000).units) > 3, "a unit is as large as a document"
 
 

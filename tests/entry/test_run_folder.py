@@ -13,7 +13,7 @@ from megaasync.checkpoint import paths
 from megaasync.checkpoint.run_lock import join_folder, lock_folder
 from megaasync.config import Config, ConfigError, read, validate
 from megaasync.entry import run_folder
-from megaasync.entry.run_folder import Claim, claim_run_folder, release_run_folder
+from megaasync.entry.run_folder import ClaimedFolder, claim_run_folder, release_run_folder
 from megaasync.entry.spawn import RankFailed
 from megaasync.observe import run_files
 from megaasync.observe.run_files import FolderLost, MetricsFile
@@ -33,7 +33,7 @@ def begin(folder, rows=3, data=None, **overrides):
     (claimed.folder / "config.yaml").write_text(yaml.safe_dump(plain))
     start = {"kind": "start", "step": 0, "checkpoint": None, "data": data or {}}
     lines = [start, *({"kind": "train", "step": step + 1, "loss": 1.0} for step in range(rows))]
-    (claimed.folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (claimed.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     claimed.close()
 
 
@@ -41,9 +41,9 @@ def test_ten_runs_in_one_second_get_ten_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with ThreadPoolExecutor(10) as pool:
         claims = list(pool.map(lambda _: claim(None)[0], range(10)))
-    assert len({one.folder for one in claims}) == 10
-    for one in claims:
-        one.close()
+    assert len({item.folder for item in claims}) == 10
+    for item in claims:
+        item.close()
 
 
 def test_of_ten_runs_that_want_one_folder_one_gets_it(tmp_path, monkeypatch):
@@ -138,7 +138,7 @@ def test_a_restart_keeps_the_named_checkpoint_until_it_was_loaded(tmp_path):
         root.mkdir(parents=True, exist_ok=True)
         name = paths.folder_name(step)
         paths.finish(tmp_dir, root / name, {paths.META: paths.checksum(tmp_dir / paths.META)})
-    claimed = Claim(tmp_path / "run", root / "step_00000004", lock_folder(tmp_path / "run"))
+    claimed = ClaimedFolder(tmp_path / "run", root / "step_00000004", lock_folder(tmp_path / "run"))
     claimed.begin_again()
     assert claimed.resume.name == "step_00000004"
     row = {"kind": "start", "step": 4, "checkpoint": str(root / "step_00000004")}

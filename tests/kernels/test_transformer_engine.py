@@ -44,12 +44,14 @@ def wrong_keywords(source):
         parameters = signature_of(module, name, "__init__" if "__init__" in takes else "").parameters
         if name != "checkpoint":
             assert not node.args, f"{name}: by keyword only, so that a new order cannot hurt"
-            found += [f"{name}({one.arg}=)" for one in node.keywords if one.arg not in parameters]
-            given = {one.arg for one in node.keywords}
+            found += [f"{name}({keyword.arg}=)" for keyword in node.keywords if keyword.arg not in parameters]
+            given = {keyword.arg for keyword in node.keywords}
             needed = [
-                one for one in parameters.values() if one.default is one.empty and one.kind is not one.VAR_KEYWORD
+                parameter
+                for parameter in parameters.values()
+                if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
             ]
-            found += [f"{name} needs {key}" for key in (one.name for one in needed) if key not in given]
+            found += [f"{name} needs {key}" for key in (item.name for item in needed) if key not in given]
     return found, seen
 
 
@@ -208,7 +210,7 @@ ERRORS = [
 
 @pytest.fixture
 def no_engine(monkeypatch):
-    for name in [one for one in sys.modules if one.startswith("transformer_engine")]:
+    for name in [module for module in sys.modules if module.startswith("transformer_engine")]:
         monkeypatch.delitem(sys.modules, name)
 
 
@@ -225,7 +227,7 @@ def test_a_broken_install_is_one_clear_message(error, monkeypatch, no_engine):
 
 
 def test_where_it_is_not_installed(monkeypatch, no_engine):
-    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if not isinstance(one, Broken)])
+    monkeypatch.setattr(sys, "meta_path", [item for item in sys.meta_path if not isinstance(item, Broken)])
     said, how = [], {"reference": TORCH_KERNELS, "splits_backward": False}
     config = small_config(train__dtype="bfloat16")
     with pytest.raises(ConfigError, match="kernels=te: Transformer Engine is not installed; .*set kernels=torch"):

@@ -79,7 +79,7 @@ def test_an_empty_group_s_gradient_is_zero_whatever_the_kernel_leaves(monkeypatc
 def test_a_sum_goes_on_when_its_step_comes_again():
     config = small_config(model__moe=None)
     modules = [DecoderStage(config.model, range(4)) for _ in range(2)]
-    shapes = {name: tuple(one.shape) for name, one in modules[0].named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in modules[0].named_parameters()}
     layout = FlatParamLayout(shapes, route_parameters(roles_of(shapes), config.optimizer))
     sums = GradientBuffers(modules, layout, num_buffers=2, dtype=torch.float32)
     sums.attach(modules[0], 0)
@@ -111,8 +111,8 @@ def test_a_whole_model_splits_and_its_matrices_wait():
     torch.set_default_dtype(torch.float64)
     model, twin = (DecoderStage(config, range(config.num_layers)) for _ in range(2))
     torch.set_default_dtype(torch.float32)
-    for one in (model, twin):
-        initialize_(dict(one.named_parameters()), config, seed=0)
+    for item in (model, twin):
+        initialize_(dict(item.named_parameters()), config, seed=0)
     tokens = torch.randint(0, config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
     batch = Microbatch(tokens[:, :-1], tokens[:, 1:], torch.ones(2, 8, dtype=torch.bool))
     model(None, batch).backward()

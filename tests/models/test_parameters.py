@@ -91,7 +91,7 @@ def test_parts_of_all_ranks_are_the_whole():
         counts = torch.zeros(shape)
         for rank in range(4):
             part = sharding_of(name, sequence_parallel=True).local_ranges(shape, layout, rank=rank)
-            counts[tuple(slice(one.start, one.stop) for one in part)] += 1
+            counts[tuple(slice(item.start, item.stop) for item in part)] += 1
         assert (counts == (4 if parameter_spec(name).axis is None else 2)).all(), name
 
 

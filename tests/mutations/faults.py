@@ -113,7 +113,7 @@ FAULTS = (
     Fault("a resume forgets how late it is", "checkpoint/restore.py",
           "stage.optimizer.num_updates = step - late", "stage.optimizer.num_updates = step", RESUME),
     Fault("a resume forgets the routers", "checkpoint/restore.py",
-          "            stage.balance.publish(stage.num_updates)\n", "            pass\n", RESUME),
+          "            stage.balance.write_version(stage.num_updates)\n", "            pass\n", RESUME),
     Fault("a changed checkpoint is taken for whole", "checkpoint/paths.py",
           'if checksum(path / name) != told["crc32"]:', "if False:",
           "tests/cli/test_damaged_checkpoints.py -k finds_a_changed_byte"),

@@ -44,7 +44,7 @@ def test_packed_documents_are_documents(moe):
     for row in range(2):
         for document in documents[row].unique():
             here = documents[row] == document
-            piece = (one[row][here].unsqueeze(0) for one in (tokens, labels, mask))
+            piece = (token[row][here].unsqueeze(0) for token in (tokens, labels, mask))
             pieces = pieces + model(None, Microbatch(*piece))
     alone = gradients(pieces)
     torch.testing.assert_close(packed[0], alone[0], rtol=1e-12, atol=0)

@@ -190,11 +190,11 @@ def test_layers_are_dealt_as_evenly_as_can_be(num_stages):
         costs[-1] += head_cost(config)
         return max(costs)
 
-    dealt = partition_layers(config, num_stages=num_stages)
-    assert [i for r in dealt for i in r] == list(range(config.num_layers))
-    assert all(len(r) > 0 for r in dealt)
+    assigned = partition_layers(config, num_stages=num_stages)
+    assert [i for r in assigned for i in r] == list(range(config.num_layers))
+    assert all(len(r) > 0 for r in assigned)
     best = min(largest(cuts) for cuts in combinations(range(1, config.num_layers), num_stages - 1))
-    assert largest([r.start for r in dealt[1:]]) == pytest.approx(best)
+    assert largest([r.start for r in assigned[1:]]) == pytest.approx(best)
 
 
 def test_a_copy_of_a_tied_model_stays_tied():

@@ -108,7 +108,7 @@ def test_less_is_kept():
             if not isinstance(module, nn.ModuleDict) and module is not model:
                 module.register_forward_hook(watch)
         loss = model(None, batch)
-        held[mode] = sum(not one.expired() for one in storages.values())
+        held[mode] = sum(not storage.expired() for storage in storages.values())
         loss.backward()
     assert held["full"] < held["selective"] < held["none"]
 
@@ -142,8 +142,8 @@ def test_the_loss_in_chunks_is_the_loss(chunk, dtype):
     x, weight = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((2, 8, 6), (11, 6)))
     labels = torch.randint(0, 11, (2, 8), generator=generator)
     mask = torch.rand(2, 8, generator=generator) < 0.7
-    x, weight = (one.to(dtype).requires_grad_() for one in (x, weight))
-    wide = [one.detach().double().requires_grad_() for one in (x, weight)]
+    x, weight = (item.to(dtype).requires_grad_() for item in (x, weight))
+    wide = [item.detach().double().requires_grad_() for item in (x, weight)]
     expected = 2 * cross_entropy_sum(wide[0] @ wide[1].T, labels, mask)
     expected.backward()
     loss = 2 * head_loss(x, weight, labels, mask, vocab_size=11, context=LayerContext(loss_chunk_tokens=chunk))
@@ -169,9 +169,9 @@ def test_no_more_than_a_chunk_of_logits_is_ever_held(monkeypatch):
     class HangDetector(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
-            for one in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(one, torch.Tensor) and one.shape[-1:] == (101,):
-                    largest[0] = max(largest[0], one.shape[0])
+            for item in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(item, torch.Tensor) and item.shape[-1:] == (101,):
+                    largest[0] = max(largest[0], item.shape[0])
             return result
 
     x, weight = torch.randn(2, 32, 6, requires_grad=True), torch.randn(101, 6, requires_grad=True)

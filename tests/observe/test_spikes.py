@@ -54,13 +54,13 @@ def test_a_run_writes_and_tells_of_its_spikes_and_remembers_over_a_resume(tmp_pa
                 "tokens_per_second": 1.0, "seconds": 1.0, "staleness": 0}  # fmt: skip
 
     before = [row(step, loss) for step, loss in enumerate(noise(7, 50), start=1)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in before))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(item) + "\n" for item in before))
     output = RunOutput(small_config(), tmp_path)
     output.on_row(row(51, 3.0))
     output.on_row(row(52, 9.0))
     output.on_row(row(53, 3.0))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    (spike,) = [one for one in rows if one["kind"] == "spike"]
+    (spike,) = [item for item in rows if item["kind"] == "spike"]
     assert (spike["step"], spike["loss"]) == (52, 9.0) and spike["above"] > 20
     told = [line for line in capsys.readouterr().out.splitlines() if "spike" in line]
     assert len(told) == 1 and told[0].startswith("step 52: loss spike, 9.0000 is") and "norm is 7.5" in told[0]

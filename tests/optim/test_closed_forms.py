@@ -96,7 +96,7 @@ def test_rounding_does_not_pile_up_over_20000_steps():
         gradient = torch.randn(layout.size, generator=generator)
         for dtype, optimizer in optimizers.items():
             published[dtype] = torch.zeros(layout.size, dtype=dtype)
-            optimizer.step(gradient.to(dtype, copy=True), scale=1.0, publish=published[dtype], lookahead_steps=1)
+            optimizer.step(gradient.to(dtype, copy=True), scale=1.0, out=published[dtype], lookahead_steps=1)
         if step in (100, 20_000):
             moves = [optimizers[d].master.double() - published[d].double() for d in dtypes]
             off[step] = (moves[0] - moves[1]).square().mean().sqrt().item()

@@ -32,7 +32,7 @@ class Product:
         flat = torch.zeros(self.layout.size, dtype=torch.float64)
         for view, grad in zip(self.layout.views(flat), grads.values(), strict=True):
             view.copy_(grad)
-        self.optimizer.step(flat, scale=scale, publish=self.published, lookahead_steps=self._ahead)
+        self.optimizer.step(flat, scale=scale, out=self.published, lookahead_steps=self._ahead)
 
     def named(self, flat):
         return dict(zip(self.layout.names, self.layout.views(flat), strict=True))
@@ -137,7 +137,7 @@ def test_float32_master_moves_where_bfloat16_would_not():
     optimizer = StageOptimizer(layout, [start], dtype=torch.float32, learning_rate=lambda k: 1e-4)
     published = torch.zeros(layout.size, dtype=torch.bfloat16)
     for _ in range(100):
-        optimizer.step(torch.ones(layout.size), scale=1.0, publish=published, lookahead_steps=0)
+        optimizer.step(torch.ones(layout.size), scale=1.0, out=published, lookahead_steps=0)
     assert torch.allclose(layout.views(optimizer.master)[0], torch.full((8, 8), 0.99), atol=1e-5)
     assert published[0] < 1
 
@@ -162,7 +162,7 @@ def test_stability_limits_on_a_quadratic(mode, stable, unstable):
         for t in range(1500):
             gradient = versions[t if mode == "sync" else max(t - 1, 0)].clone()
             versions.append(torch.zeros(layout.size, dtype=torch.float64))
-            optimizer.step(gradient, scale=1.0, publish=versions[-1], lookahead_steps=int(mode == "error_feedback"))
+            optimizer.step(gradient, scale=1.0, out=versions[-1], lookahead_steps=int(mode == "error_feedback"))
             if abs(optimizer.master[0]) > 1e6:
                 break
         return abs(optimizer.master[0].item())

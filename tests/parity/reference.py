@@ -60,7 +60,7 @@ def direction(name: str, g: torch.Tensor, state: Tensors, t: int, config: Config
         n = (1 - o.momentum) * g + o.momentum * state["m"]
         matrices = n if n.dim() == 3 else n[None]
         scale = 0.2 * math.sqrt(max(g.shape[-2:]))
-        return torch.stack([scale * newton_schulz(one, o.newton_schulz_steps) for one in matrices]).view(g.shape)
+        return torch.stack([scale * newton_schulz(matrix, o.newton_schulz_steps) for matrix in matrices]).view(g.shape)
     b1, b2 = o.betas
     state["m"] = b1 * state.get("m", 0) + (1 - b1) * g
     state["v"] = b2 * state.get("v", 0) + (1 - b2) * g * g
@@ -141,8 +141,8 @@ def loss_and_gradients(
 ) -> tuple[torch.Tensor, Tensors]:
     """Means over the batch's tokens; the routers' losses are sums over tokens, and count in the gradients."""
     inputs = {**weights, **buffers}
-    loss = sum(functional_call(model, inputs, (None, one), tie_weights=tie_weights) for one in batch)
-    num_tokens = sum(one.mask_BS.numel() for one in batch)
+    loss = sum(functional_call(model, inputs, (None, item), tie_weights=tie_weights) for item in batch)
+    num_tokens = sum(item.mask_BS.numel() for item in batch)
     gradients = torch.autograd.grad(loss, weights.values())
     return loss / num_tokens, {name: g / num_tokens for name, g in zip(weights, gradients, strict=True)}
 
@@ -150,7 +150,7 @@ def loss_and_gradients(
 def named_buffers(of_routers: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Tensors:
     """Biases and fractions by their names in the model."""
     kinds = ("bias_E", "fractions_E")
-    return {f"{name}.{kind}": one for name, pair in of_routers.items() for kind, one in zip(kinds, pair)}
+    return {f"{name}.{kind}": item for name, pair in of_routers.items() for kind, item in zip(kinds, pair)}
 
 
 def clip_(gradients: Tensors, stages: dict[str, int], largest: float) -> None:
@@ -164,12 +164,12 @@ def clip_(gradients: Tensors, stages: dict[str, int], largest: float) -> None:
 
 def compensate_(gradients: Tensors, states: dict[str, Tensors], correction: Taylor, moved: Tensors) -> None:
     """DC-ASGD: by how far the newest weights are from those that the gradients were taken at."""
-    for name, one in gradients.items():
+    for name, gradient in gradients.items():
         strength = torch.tensor(correction.strength, dtype=torch.float64)
         if correction.adaptive:
-            states[name]["dc"] = 0.95 * states[name].get("dc", 0) + 0.05 * one**2
+            states[name]["dc"] = 0.95 * states[name].get("dc", 0) + 0.05 * gradient**2
             strength = strength / (states[name]["dc"] + 1e-7).sqrt()
-        gradients[name] = one + strength * one**2 * moved[name]
+        gradients[name] = gradient + strength * gradient**2 * moved[name]
 
 
 def reference_run(
@@ -225,7 +225,7 @@ def reference_run(
         if head_delay is not None:
             g["embedding.weight"] = g["embedding.weight"] + g.pop("head.weight")
         losses.append(loss.item())
-        norms.append(math.sqrt(sum(one.square().sum().item() for one in g.values())))
+        norms.append(math.sqrt(sum(item.square().sum().item() for item in g.values())))
         clip_(g, clip_stages, config.train.clip_grad_norm or math.inf)
         if t in skipped:
             x.append(dict(z))

@@ -50,8 +50,10 @@ def poisoned_rank(environment, config, steps):
     results = list(executor.run(*phases_of(config), 0, config.train.steps, flush=True))
     leave_group()
     layout = update.optimizer.layout
-    weights = dict(zip(layout.names, (one.numpy().copy() for one in layout.views(update.whole_master())), strict=True))
-    return [one.loss for one in results], weights
+    weights = dict(
+        zip(layout.names, (view.numpy().copy() for view in layout.views(update.whole_master())), strict=True)
+    )
+    return [result.loss for result in results], weights
 
 
 @pytest.mark.parametrize("correction", ["none", "error_feedback"])

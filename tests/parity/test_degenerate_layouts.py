@@ -39,7 +39,7 @@ def one_expert_rank(environment, config, favourites):
         stage.balance.bias_LE[:, favourites[min(step, len(favourites) - 1)]] = 100.0
 
     favour(0)
-    stage.balance.publish(0)
+    stage.balance.write_version(0)
     make_step = stage.step
 
     def step(number, **arguments):
@@ -52,7 +52,7 @@ def one_expert_rank(environment, config, favourites):
                 run_.view_shard(momentum).copy_(state["m"])
         flat = torch.zeros_like(whole)
         layout.scatter_shard(momentum, flat)
-        seen.append([layout.views(one)[layout.names.index(GATE)].clone().numpy() for one in (whole, flat)])
+        seen.append([layout.views(item)[layout.names.index(GATE)].clone().numpy() for item in (whole, flat)])
 
     stage.step = step
     results = list(executor.run(*phases_of(config), 0, config.train.steps, flush=True))
@@ -133,11 +133,11 @@ def odd_rank(environment, ranks):
     optimizer = StageOptimizer(layout, list(gradients_of(9).values()), dtype=torch.float64, learning_rate=lambda k: 0.1)
     flat, weights = (torch.zeros(layout.size, dtype=torch.float64) for _ in range(2))
     for step in range(3):
-        seen = [gradients_of(10 * step + one) for one in ([mesh.rank] if ranks > 1 else [0, 1])]
-        for view, *parts in zip(layout.views(flat), *(one.values() for one in seen), strict=True):
+        seen = [gradients_of(10 * step + item) for item in ([mesh.rank] if ranks > 1 else [0, 1])]
+        for view, *parts in zip(layout.views(flat), *(item.values() for item in seen), strict=True):
             view.copy_(sum(parts))
         data_parallel.reduce(flat)
-        optimizer.step(flat, scale=0.5, publish=weights, lookahead_steps=1)
+        optimizer.step(flat, scale=0.5, out=weights, lookahead_steps=1)
         data_parallel.gather(weights)
     leave_group()
     owned = [(run_.matrix_shape, run_.state_shape) for run_ in layout.groups if run_.matrix_shape]

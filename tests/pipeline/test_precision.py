@@ -63,10 +63,12 @@ def test_a_run_that_is_over_gives_its_memory_back(dtype):
     trainer = build(ALONE, small_config(train__dtype=dtype, train__steps=3))
     trainer.train()
     stage = trainer.executor.stages[0]
-    held = [weakref.ref(one) for one in (stage.gradients, stage.versions.module(0), stage.gradients.sum_of(0))]
+    held = [
+        weakref.ref(gradient) for gradient in (stage.gradients, stage.versions.module(0), stage.gradients.sum_of(0))
+    ]
     del trainer, stage
     gc.collect()
-    assert [one() for one in held] == [None] * 3
+    assert [item() for item in held] == [None] * 3
 
 
 def test_float32_stays_near_float64_for_a_dense_model():

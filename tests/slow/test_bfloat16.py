@@ -37,7 +37,7 @@ def test_the_loss_follows_float32():
     losses, norms = ((exact.column(name), half.column(name)) for name in ("loss", "grad_norm"))
     off = np.abs(losses[1] / losses[0] - 1)
     apart = np.abs(norms[1] / norms[0] - 1)
-    means = [one.reshape(-1, 10).mean(axis=1) for one in norms]
+    means = [norm.reshape(-1, 10).mean(axis=1) for norm in norms]
     apart_of_means = np.abs(means[1] / means[0] - 1)
     print(
         f"\nloss {losses[0][0]:.3f} to {losses[0][-1]:.3f}, at most {off.max():.2%} off; gradient norms at most "

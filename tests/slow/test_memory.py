@@ -31,7 +31,7 @@ def ranks_of(group):
                 found.append(process)
         except OSError:
             continue
-    return sorted(found, key=lambda one: int(one.name))
+    return sorted(found, key=lambda item: int(item.name))
 
 
 def look(process):
@@ -51,7 +51,7 @@ def test_twenty_thousand_steps_are_flat(tmp_path):
                 continue
             step = rows[-1]["step"]
             if 100 <= step < STEPS - 200:
-                for rank in [one for one in ranks_of(process.pid) if (one / "fd").exists()]:
+                for rank in [item for item in ranks_of(process.pid) if (item / "fd").exists()]:
                     try:
                         seen.setdefault(rank.name, []).append((step, *look(rank)))
                     except OSError:
@@ -60,7 +60,7 @@ def test_twenty_thousand_steps_are_flat(tmp_path):
         process.kill()
         process.wait()
     assert process.returncode == 0
-    ranks = [np.array(one) for one in seen.values() if len(one) > 20]
+    ranks = [np.array(item) for item in seen.values() if len(item) > 20]
     assert len(ranks) == 3, "two ranks and the launcher hold the board"
     for samples in ranks:
         late = samples[samples[:, 0] > 5000]

@@ -79,7 +79,7 @@ def tensors_of(checkpoint):
 
 def assert_same_end(folder, other):
     assert numbers(folder) == numbers(other)
-    last, expected = (checkpoints_in(one / "checkpoints")[-1] for one in (folder, other))
+    last, expected = (checkpoints_in(item / "checkpoints")[-1] for item in (folder, other))
     assert last.step == expected.step
     mine, theirs = tensors_of(last.path), tensors_of(expected.path)
     assert mine.keys() == theirs.keys() and len(mine) > 20

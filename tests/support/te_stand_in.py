@@ -177,14 +177,14 @@ def make_engine(recorder):
                 assert ends.dtype is torch.int32 and given["cu_seqlens_kv"] is ends
                 sizes = (ends[1:] - ends[:-1]).tolist()
                 assert max(sizes) <= given["max_seqlen_q"] == given["max_seqlen_kv"] and sum(sizes) == len(q)
-                documents = zip(*(one.split(sizes) for one in (q, k, v)), strict=True)
-                return torch.cat([self.attend(*(one.unsqueeze(0) for one in document))[0] for document in documents])
+                documents = zip(*(item.split(sizes) for item in (q, k, v)), strict=True)
+                return torch.cat([self.attend(*(item.unsqueeze(0) for item in document))[0] for document in documents])
             return self.attend(q, k, v)
 
         @staticmethod
         def attend(q, k, v):
             mixed = F.scaled_dot_product_attention(
-                *(one.transpose(1, 2) for one in (q, k, v)), is_causal=True, enable_gqa=True
+                *(item.transpose(1, 2) for item in (q, k, v)), is_causal=True, enable_gqa=True
             )
             return mixed.transpose(1, 2).flatten(2)
 
@@ -290,8 +290,8 @@ def make_engine(recorder):
         return torch_checkpoint(*args, **kwargs)
 
     te, router, recipes = (ModuleType(name) for name in (TE, f"{TE}.router", "transformer_engine.common.recipe"))
-    for one in (Linear, GroupedLinear, RMSNorm, DotProductAttention, moe_permute, moe_unpermute, autocast, checkpoint):
-        setattr(te, one.__name__, one)
+    for item in (Linear, GroupedLinear, RMSNorm, DotProductAttention, moe_permute, moe_unpermute, autocast, checkpoint):
+        setattr(te, item.__name__, item)
     te.parallel_cross_entropy, te.Fp8Padding, te.Fp8Unpadding = parallel_cross_entropy, Padding, Unpadding
     te.router = router
     router.fused_topk_with_score_function = fused_topk_with_score_function

@@ -61,7 +61,7 @@ def ours(config: Config, *, error_feedback: bool = False) -> list[Tensors]:
         flat = torch.zeros(layout.size, dtype=torch.float64)
         for view, grad in zip(layout.views(flat), gradients(step).values(), strict=True):
             view.copy_(grad)
-        optimizer.step(flat, scale=1.0, publish=published, lookahead_steps=int(error_feedback))
+        optimizer.step(flat, scale=1.0, out=published, lookahead_steps=int(error_feedback))
         whole = torch.zeros_like(flat)
         layout.scatter_shard(optimizer.master, whole)
         found.append({n: v.clone() for n, v in zip(layout.names, layout.views(whole), strict=True)})
@@ -84,8 +84,8 @@ def assert_equals_by_hand(config: Config, direction: Direction, *, atol: float =
             decay = 0.0 if len(SHAPES[name]) == 1 else o.weight_decay
             parts = list(zip(z[name], g, strict=True)) if g.dim() == 3 else [(z[name], g)]
             moved = [
-                w - LR * (direction(o, name, one, states.setdefault((name, i), {}), step + 1) + decay * w)
-                for i, (w, one) in enumerate(parts)
+                w - LR * (direction(o, name, part, states.setdefault((name, i), {}), step + 1) + decay * w)
+                for i, (w, part) in enumerate(parts)
             ]
             z[name] = torch.stack(moved) if g.dim() == 3 else moved[0]
             where = f"{name} after step {step + 1}"

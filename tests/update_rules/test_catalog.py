@@ -42,7 +42,7 @@ def test_a_zero_gradient_decays_only(name):
     optimizer = StageOptimizer(layout, list(start().values()), dtype=torch.float64, learning_rate=lambda k: LR)
     published = torch.zeros(layout.size, dtype=torch.float64)
     for _ in range(3):
-        optimizer.step(torch.zeros_like(published), scale=1.0, publish=published, lookahead_steps=0)
+        optimizer.step(torch.zeros_like(published), scale=1.0, out=published, lookahead_steps=0)
     for parameter, z in zip(layout.names, layout.views(published), strict=True):
         decay = 0.0 if z.dim() == 1 else config.optimizer.weight_decay
         np.testing.assert_allclose(z.numpy(), ((1 - LR * decay) ** 3 * start()[parameter]).numpy(), rtol=1e-12)
@@ -86,7 +86,7 @@ def test_bfloat16_parameters_have_float32_masters_and_states(name):
         flat = torch.zeros(layout.size)
         for view, grad in zip(layout.views(flat), gradients(step).values(), strict=True):
             view.copy_(grad)
-        optimizer.step(flat, scale=1.0, publish=published, lookahead_steps=0)
+        optimizer.step(flat, scale=1.0, out=published, lookahead_steps=0)
     assert all(tensor.dtype is torch.float32 for state in optimizer.states for tensor in state.values())
     whole = torch.zeros(layout.size)
     layout.scatter_shard(optimizer.master, whole)
@@ -104,6 +104,6 @@ def test_no_matrix_no_vector_and_nothing_at_all(name, chosen):
     optimizer = StageOptimizer(layout, ones, dtype=torch.float64, learning_rate=lambda k: 0.1)
     published = torch.zeros(layout.size, dtype=torch.float64)
     for _ in range(5):
-        optimizer.step(torch.ones(layout.size, dtype=torch.float64), scale=1.0, publish=published, lookahead_steps=1)
+        optimizer.step(torch.ones(layout.size, dtype=torch.float64), scale=1.0, out=published, lookahead_steps=1)
     assert optimizer.num_updates == 5
     assert all((view != 1).any() and view.isfinite().all() for view in layout.views(published))

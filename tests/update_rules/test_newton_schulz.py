@@ -20,7 +20,7 @@ def test_every_path_is_the_iteration(shape, steps):
     """Float64 to 1e-9, float32 to 1e-5 of a matrix whose singular values are near one."""
     matrices = gaussian(*shape, dtype=torch.float64)
     flat = matrices.view(-1, *shape[-2:])
-    expected = torch.stack([newton_schulz(one, steps) for one in flat]).view(shape)
+    expected = torch.stack([newton_schulz(item, steps) for item in flat]).view(shape)
     ours = orthogonalize(matrices, steps=steps)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-9)
     single = orthogonalize(matrices.float(), steps=steps)

@@ -116,22 +116,22 @@ def draw(path: Path, spans: list[Span], *, title: str, unit: str, start: float, 
     print(path)
 
 
-def describe(figures: ScheduleMetrics) -> str:
+def describe(metrics: ScheduleMetrics) -> str:
     """The figures of a plan."""
     return "\n".join(
         (
-            f"bubble            {figures.bubble:.1%} of the steady state; a step takes {figures.period:.4g}",
-            f"exposed step      {figures.exposed:.4g}",
-            f"weight versions   {figures.versions} per stage",
-            f"activations       {figures.activations} microbatches in flight at most, per stage",
-            f"gradient sums     {figures.gradient_buffers} per stage",
-            f"slack             {tuple(round(one, 4) for one in figures.slack)} from the global norm to the step",
+            f"bubble            {metrics.bubble:.1%} of the steady state; a step takes {metrics.period:.4g}",
+            f"exposed step      {metrics.exposed:.4g}",
+            f"weight versions   {metrics.versions} per stage",
+            f"activations       {metrics.activations} microbatches in flight at most, per stage",
+            f"gradient sums     {metrics.gradient_buffers} per stage",
+            f"slack             {tuple(round(value, 4) for value in metrics.slack)} from the global norm to the step",
         )
     )
 
 
 def draw_planned(drawing: Drawing) -> None:
-    """Text, figures, and a picture if asked for.
+    """Text, metrics, and a picture if asked for.
 
     Raises:
         ConfigError: the schedule is not defined for these sizes.
@@ -153,14 +153,14 @@ def draw_planned(drawing: Drawing) -> None:
         drawing.forward, drawing.backward, drawing.weight, reduce=drawing.reduce, step=drawing.step, hop=drawing.hop
     )
     _, last = steps_of(drawing)
-    figures = schedule_metrics(schedule, costs=costs, overlap=drawing.overlap_step)
+    metrics = schedule_metrics(schedule, costs=costs, overlap=drawing.overlap_step)
     print(render_text(schedule, num_steps=last))
-    print(describe(figures))
+    print(describe(metrics))
     if drawing.out is not None:
         spans = simulate(schedule, num_steps=last, costs=costs, overlap=drawing.overlap_step)
         title = (
             f"{drawing.schedule}, P = {drawing.stages}, m = {drawing.microbatches}, planned: bubble "
-            f"{figures.bubble:.1%} of the steady state"
+            f"{metrics.bubble:.1%} of the steady state"
         )
         end = max(span.end for span in spans)
         draw(Path(drawing.out), spans, title=title, unit="forwards", start=0.0, end=end)

@@ -230,5 +230,5 @@ def planned(case: Case, costs: Emulation) -> Measured:
     """What the simulator says of the same case: the steady state's period, and the bubble of as many steps."""
     schedule, plan_costs = schedule_of(case), costs_of(case, costs)
     spans = simulate(schedule, num_steps=case.num_steps, costs=plan_costs, overlap=case.overlap)
-    figures = schedule_metrics(schedule, costs=plan_costs, overlap=case.overlap)
-    return Measured(figures.period, Timeline(spans, case.num_ranks).bubble(num_steps=case.num_steps))
+    metrics = schedule_metrics(schedule, costs=plan_costs, overlap=case.overlap)
+    return Measured(metrics.period, Timeline(spans, case.num_ranks).bubble(num_steps=case.num_steps))

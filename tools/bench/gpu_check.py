@@ -89,7 +89,7 @@ def table(found: dict[str, list[Line]]) -> str:
 
 def main() -> None:
     """Entry point."""
-    if any(one in ("-h", "--help") for one in sys.argv[1:]):
+    if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
         print(__doc__)
         return
     checks = importlib.import_module(".gpu_checks", __package__)

@@ -287,7 +287,7 @@ def side_stream(place: Place) -> Iterator[Line]:
     if not by_stream:
         yield Line("kernels on a side stream under compute", "skipped: the profiler saw no kernels on this machine")
         return
-    busiest = max(by_stream, key=lambda one: sum(end - start for start, end in by_stream[one]))
+    busiest = max(by_stream, key=lambda stream: sum(end - start for start, end in by_stream[stream]))
     beside = [span for stream, spans in by_stream.items() if stream != busiest for span in spans]
     share = _overlap(beside, by_stream[busiest])
     yield Line(

@@ -96,9 +96,9 @@ class _Watched(Recompute):
 
 
 def _watch_recomputation(module: torch.nn.Module, saved: _Saved) -> None:
-    for one in module.modules():
+    for submodule in module.modules():
         for name in ("recompute", "_recompute"):
-            found = getattr(one, name, None)
+            found = getattr(submodule, name, None)
             if isinstance(found, Recompute):
                 found.__class__, found.saved = _Watched, saved
 

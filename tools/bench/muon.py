@@ -42,7 +42,7 @@ class OurStep:
 
     def __call__(self) -> None:
         """One step."""
-        self.optimizer.step(self.gradient, scale=1.0, publish=self.published, lookahead_steps=0)
+        self.optimizer.step(self.gradient, scale=1.0, out=self.published, lookahead_steps=0)
 
     def masters(self) -> list[Tensor]:
         """z of each matrix."""
@@ -66,10 +66,10 @@ class LoopStep:
     """The same update, matrix by matrix, of the same weights and gradients."""
 
     def __init__(self, ours: OurStep) -> None:
-        self.weights = [one.clone() for whole in ours.weights for one in whole.view(-1, *whole.shape[-2:])]
+        self.weights = [matrix.clone() for whole in ours.weights for matrix in whole.view(-1, *whole.shape[-2:])]
         views = ours.optimizer.layout.views(ours.gradient)
-        self.gradients = [one.clone() for whole in views for one in whole.view(-1, *whole.shape[-2:])]
-        self._moments = [torch.zeros_like(one) for one in self.weights]
+        self.gradients = [matrix.clone() for whole in views for matrix in whole.view(-1, *whole.shape[-2:])]
+        self._moments = [torch.zeros_like(weight) for weight in self.weights]
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -109,7 +109,7 @@ def compare(shapes: dict[str, tuple[int, ...]], *, rounds: int, device: torch.de
     ours = OurStep(shapes, device)
     loop = LoopStep(ours)
     pairs: Sequence[tuple[float, float]] = [(timed(ours, device), timed(loop, device)) for _ in range(rounds + 1)]
-    masters = [one for whole in ours.masters() for one in whole.reshape(-1, *whole.shape[-2:])]
+    masters = [matrix for whole in ours.masters() for matrix in whole.reshape(-1, *whole.shape[-2:])]
     apart = max(((a - b).norm() / b.norm()).item() for a, b in zip(masters, loop.weights, strict=True))
     mine, theirs = zip(*pairs[1:], strict=True)
     return StepTimes(mine, theirs, apart)

@@ -87,8 +87,8 @@ def train_plainly(
         on_step: given the loss after each step.
     """
     rule = config.optimizer
-    vectors = [one for one in model.parameters() if one.dim() < 2]
-    matrices = [one for one in model.parameters() if one.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
         groups, lr=rule.lr, betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay, fused=True

@@ -78,7 +78,7 @@ def compose(groups: dict[str, str], overrides: dict[str, Any]) -> dict[str, Any]
     for key, value in overrides.items():
         *above, last = key.split(".")
         inner = plain
-        for one in above:
-            inner = inner[one]
+        for group in above:
+            inner = inner[group]
         inner[last] = value
     return plain

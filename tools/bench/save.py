@@ -102,9 +102,9 @@ def bench(plain: dict[str, Any]) -> None:
             print(
                 f"round {number + 1}, {kind} checkpoints: {found[kind][-1]['step'] * 1e3:.1f} ms per step", flush=True
             )
-    step = {kind: statistics.median(one["step"] for one in rounds) for kind, rounds in found.items()}
-    ratios = [one["step"] / other["step"] for one, other in zip(found["with"], found["without"], strict=True)]
-    pause, copy = (statistics.median(one[name] for one in found["with"]) for name in ("pause", "copy"))
+    step = {kind: statistics.median(figures["step"] for figures in rounds) for kind, rounds in found.items()}
+    ratios = [figures["step"] / other["step"] for figures, other in zip(found["with"], found["without"], strict=True)]
+    pause, copy = (statistics.median(figures[name] for figures in found["with"]) for name in ("pause", "copy"))
     print(
         f"step {step['without'] * 1e3:.1f} ms without, {step['with'] * 1e3:.1f} ms while checkpoints are written "
         f"(median ratio {statistics.median(ratios):.3f})\n"

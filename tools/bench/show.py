@@ -58,17 +58,17 @@ def ratios_of(line: Line, lines: Sequence[Line]) -> Ratios:
         return statistics.median(theirs.period / ours.period for theirs, ours in pairs)
 
     def find(engine: str, schedule: str) -> Line | None:
-        return next((one for one in lines if (one.case.engine, one.case.schedule) == (engine, schedule)), None)
+        return next((line for line in lines if (line.case.engine, line.case.schedule) == (engine, schedule)), None)
 
     torch_1f1b, plain = find("torch", "Schedule1F1B"), find("megaasync", "1f1b")
-    best = min((one for one in lines if one.is_synchronous), key=median_period, default=None)
+    best = min((row for row in lines if row.is_synchronous), key=median_period, default=None)
     ideal = None if plain is None or line.planned is None else plain.planned.period / line.planned.period
     return Ratios(*(None if other is None else over(other) for other in (torch_1f1b, best)), ideal)
 
 
 def median_period(line: Line) -> float:
     """Seconds per step."""
-    return statistics.median(one.period for one in line.rounds)
+    return statistics.median(measured.period for measured in line.rounds)
 
 
 def _rounded(value: float | None) -> float | None:
@@ -81,7 +81,7 @@ def rows_of(lines: Sequence[Line]) -> list[dict[str, object]]:
     for line in lines:
         ratios = ratios_of(line, lines)
         period = median_period(line)
-        bubbles = [one.bubble for one in line.rounds if one.bubble is not None]
+        bubbles = [measured.bubble for measured in line.rounds if measured.bubble is not None]
         bubble = statistics.median(bubbles) if bubbles else None
         rows.append(
             {

@@ -88,11 +88,11 @@ class Sources:
             ):
                 return module, node
         for node in self.tree(module).body:
-            if isinstance(node, ast.ImportFrom) and any(name in (one.asname, one.name) for one in node.names):
+            if isinstance(node, ast.ImportFrom) and any(name in (alias.asname, alias.name) for alias in node.names):
                 package = module if self._file(module).name == "__init__.py" else module.rpartition(".")[0]
                 base = ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
                 target = ".".join(part for part in (base, node.module) if part)
-                original = next(one.name for one in node.names if name in (one.asname, one.name))
+                original = next(alias.name for alias in node.names if name in (alias.asname, alias.name))
                 return self.find(target, original)
         raise ConfigError(f"{module}: has no {name}")
 
@@ -117,12 +117,12 @@ def parameters_of(function: ast.FunctionDef) -> str:
     given = function.args
     positional = [*given.posonlyargs, *given.args]
     required = len(positional) - len(given.defaults)
-    found = [one.arg + ("=None" if number >= required else "") for number, one in enumerate(positional)]
-    found = [one for one in found if one != "self"]
+    found = [parameter.arg + ("=None" if number >= required else "") for number, parameter in enumerate(positional)]
+    found = [argument for argument in found if argument != "self"]
     if given.vararg or given.kwonlyargs:
         found.append("*" + (given.vararg.arg if given.vararg else ""))
-    for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        found.append(one.arg + ("" if default is None else "=None"))
+    for parameter, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        found.append(parameter.arg + ("" if default is None else "=None"))
     return ", ".join(found + (["**" + given.kwarg.arg] if given.kwarg else []))
 
 

@@ -74,7 +74,7 @@ class _Part:
         self.tokens += len(ids)
         self.unknown += ids.count(unknown_id)
 
-    def publish(self, tokenizer: Tokenizer) -> None:
+    def move_into_place(self, tokenizer: Tokenizer) -> None:
         """Give whole files their names, with a manifest of what they hold."""
         command = shlex.join(sys.argv)
         facts = {"documents": self.documents, "tokens": self.tokens, "tokenizer": tokenizer.fingerprint}
@@ -92,7 +92,7 @@ def preprocess(arguments: argparse.Namespace) -> str:
     """
     tokenizer = Tokenizer(arguments.tokenizer)
     documents = _corpus(arguments).documents()
-    outputs = [Path(one) for one in (arguments.output, arguments.validation_output) if one is not None]
+    outputs = [Path(prefix) for prefix in (arguments.output, arguments.validation_output) if prefix is not None]
     asides = [output.with_name(f".{output.name}.{os.getpid()}.partial") for output in outputs]
     for output in outputs:
         check_output("--output", output.parent, is_folder=True)
@@ -107,12 +107,12 @@ def preprocess(arguments: argparse.Namespace) -> str:
         say_unknown(sum(part.unknown for part in parts), sum(part.tokens for part in parts), notify=print)
         written = [part for part in parts if part.documents]
         for part in written:
-            part.publish(tokenizer)
+            part.move_into_place(tokenizer)
     finally:
         for aside in asides:
             for suffix in _SUFFIXES:
                 file_of(aside, suffix).unlink(missing_ok=True)
-    lines = [f"{one.output}.bin and .idx: {one.documents:,} documents, {one.tokens:,} tokens" for one in written]
+    lines = [f"{part.output}.bin and .idx: {part.documents:,} documents, {part.tokens:,} tokens" for part in written]
     return f"{'; '.join(lines)}; {empty:,} empty documents left out"
 
 

@@ -128,7 +128,7 @@ def runs_of(options: StudyOptions) -> list[Run]:
             *study.optimizers[optimizer],
             f"optimizer.lr={lr:g}",
             *study.modes[mode],
-            *(one for key in ("all", optimizer, mode) for one in varied.get(key, ())),
+            *(override for key in ("all", optimizer, mode) for override in varied.get(key, ())),
             *options.overrides,
             f"train.seed={seed}",
             f"device={options.device}",

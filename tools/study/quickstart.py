@@ -127,12 +127,12 @@ def write_page(rows: list[dict[str, Any]], folders: dict[str, Path], path: Path,
 def main() -> None:
     """Run in alternated rounds, compare, print; arguments are further overrides for all three runs."""
     extra = sys.argv[1:]
-    if any(one in ("-h", "--help") for one in extra):
+    if any(argument in ("-h", "--help") for argument in extra):
         print(f"{__doc__}\n\nusage: python -m tools.study.quickstart [key=value ...], as for megaasync.pretrain")
         return
     with one_message():
         total = compose_plain(["experiment=quickstart", *extra])["train"]["steps"]
-        extra = [one for one in extra if not one.startswith("train.steps=")]
+        extra = [argument for argument in extra if not argument.startswith("train.steps=")]
         folder = Path("runs") / time.strftime("quickstart-%Y%m%d-%H%M%S")  # which the first run makes
         folders = {label: folder / label.replace(" + ", "-").replace(" ", "_") for label in RUNS}
         rates: dict[str, list[float]] = {label: [] for label in RUNS}

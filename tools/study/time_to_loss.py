@@ -123,7 +123,7 @@ def speedups_of(rounds: Sequence[dict[str, float]]) -> dict[str, Speedup]:
     """By mode."""
     found = {}
     for mode in _OVERRIDES:
-        ratios = [one[mode] / one["sync"] for one in rounds]
+        ratios = [seconds[mode] / seconds["sync"] for seconds in rounds]
         found[mode] = Speedup(statistics.median(ratios), min(ratios), max(ratios))
     return found
 

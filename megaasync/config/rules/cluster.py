@@ -121,7 +121,7 @@ def _check_lines(cluster: SlurmCluster | DockerCluster) -> None:
     for field in fields(cluster):
         value = getattr(cluster, field.name)
         several = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple) else ()
-        for name, text in [("", value), *((f".{name}", one) for name, one in several)]:
+        for name, text in [("", value), *((f".{name}", inner) for name, inner in several)]:
             if isinstance(text, str) and ("\n" in text or "\r" in text):
                 raise ConfigError(
                     f"cluster.{field.name}{name}={text!r}: holds a line break, which no script of a job can; write "

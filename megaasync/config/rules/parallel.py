@@ -21,11 +21,11 @@ def check_layout(config: Config) -> None:
                 else f"model.num_layers={per_rank} or more"
             )
         )
-    dealt = parallel.layers_per_stage
-    if dealt is not None and (len(dealt) != stages or sum(dealt) != layers or min(dealt) < 1):
+    per_stage = parallel.layers_per_stage
+    if per_stage is not None and (len(per_stage) != stages or sum(per_stage) != layers or min(per_stage) < 1):
         raise ConfigError(
-            f"parallel.layers_per_stage={list(dealt)}: must be {stages} numbers of at least 1 that sum to "
-            f"model.num_layers={layers}; set null to have the layers dealt"
+            f"parallel.layers_per_stage={list(per_stage)}: must be {stages} numbers of at least 1 that sum to "
+            f"model.num_layers={layers}; set null to have the layers assigned"
         )
 
 

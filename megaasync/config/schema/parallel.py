@@ -16,7 +16,7 @@ class ParallelConfig:
         sequence_parallel: between layers, tensor-parallel ranks hold a part of the sequence each.
         virtual_stages: stages per pipeline rank; null takes what the schedule needs: 2 for interleaved ones, zbv and
             wpipe, else 1.
-        layers_per_stage: layers of each stage, in the order of the model; null deals them so that the most expensive
+        layers_per_stage: layers of each stage, in the order of the model; null assigns them so that the most expensive
             stage, embedding and head included, is as cheap as it can be.
         timeout_seconds: longest wait for another rank's message; then the run ends and says who was waited for.
     """
