@@ -208,6 +208,7 @@ def _run_here(config: Config, prepared: Any, claim: ClaimedFolder, *, began: flo
     Raises:
         RankFailed, Interrupted: as `spawn_ranks`.
     """
+    saves = config.checkpoint.interval is not None or claim.resume is not None
     restart = 0
     while True:
         before = claim.step
@@ -218,6 +219,7 @@ def _run_here(config: Config, prepared: Any, claim: ClaimedFolder, *, began: flo
                 world_size=config.world_size,
                 names=_rank_names(config),
                 hang_seconds=config.parallel.timeout_seconds,
+                preload=["megaasync.checkpoint.dcp_io"] if saves else [],
             )
         except RankFailed as error:
             if not error.is_retryable or not config.run.max_restarts:

@@ -7,17 +7,16 @@ end of a row, whole rows, the beginning of a row.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megaasync.distributed.sharding import Shape
+
+if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes a second, which runs that save nothing do not pay
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 def chunks_of_range(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape, int]]:
@@ -94,11 +93,16 @@ class TensorChunks:
         """Bytes of this rank's chunks."""
         return sum(box.nbytes for box in self.chunks.values())
 
-    def _chunk(self, offsets: Shape) -> ChunkStorageMetadata:
+    def _chunk(self, offsets: Shape) -> "ChunkStorageMetadata":
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return ChunkStorageMetadata(torch.Size(offsets), self.chunks[offsets].size())
 
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, _: object) -> "list[WriteItem]":
         """torch.distributed.checkpoint asks for it."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -109,6 +113,6 @@ class TensorChunks:
             for offsets in self.chunks
         ]
 
-    def chunk_metadata(self) -> list[ChunkStorageMetadata]:
+    def chunk_metadata(self) -> "list[ChunkStorageMetadata]":
         """Offsets and sizes of the boxes."""
         return [self._chunk(offsets) for offsets in self.chunks]

@@ -19,6 +19,7 @@ from megaasync.config.schema import ConfigError
 from megaasync.observe.run_files import write_json
 
 MARK, META = "COMPLETE.json", "megaasync.json"
+TENSORS, PICKLED = "tensors.json", ".metadata"  # what tensors there are; the latter in checkpoints of before
 _NAME = re.compile(r"step_(\d{8,})")
 _BLOCK = 1 << 22
 

@@ -13,7 +13,6 @@ import torch
 from torch import distributed as dist
 
 from megaasync.checkpoint.compatibility import FORMAT
-from megaasync.checkpoint.dcp_io import load
 from megaasync.checkpoint.stage_state import ShardedStateDict, StageState, merge_state_dicts
 from megaasync.config.schema import ConfigError
 from megaasync.pipeline.step_runner import PendingStep, StepRunner
@@ -111,6 +110,8 @@ class _Loader:
 
     def __call__(self, entries: ShardedStateDict) -> None:
         with torch.no_grad():
+            from megaasync.checkpoint.dcp_io import load  # takes a second, for runs that resume
+
             load(entries, self._path, group=self._group)
 
 

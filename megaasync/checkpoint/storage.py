@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megaasync.checkpoint.paths import PICKLED, TENSORS
 from megaasync.config.schema import ConfigError
 from megaasync.observe.run_files import write_text
 
-TENSORS, PICKLED = "tensors.json", ".metadata"
 _FORMAT = 1
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

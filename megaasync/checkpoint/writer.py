@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megaasync.checkpoint import paths
-from megaasync.checkpoint.dcp_io import write
 from megaasync.checkpoint.stage_state import ShardedStateDict, bytes_of, to_host
-from megaasync.checkpoint.storage import PICKLED, TENSORS
 from megaasync.distributed.agreement import all_gather_object
 from megaasync.observe.run_files import write_json
 
@@ -124,6 +121,8 @@ class AsyncCheckpointWriter:
             raise self._fault
 
     def _save(self, step: int, entries: ShardedStateDict, meta: dict[str, Any], own: dict[str, Any]) -> None:
+        from megaasync.checkpoint.dcp_io import CheckpointException, write  # takes a second, for runs that save
+
         began = time.monotonic()
         tmp_dir = paths.tmp_dir_of(self.root, step)
         try:
@@ -178,7 +177,7 @@ class AsyncCheckpointWriter:
                 meta["ranks"] = [part for _, part, _ in parts]
                 write_json(tmp_dir / paths.META, meta)
                 all_sums = {name: crc for found, _, _ in parts for name, crc in found.items()}
-                for name in (paths.META, TENSORS, PICKLED):
+                for name in (paths.META, paths.TENSORS, paths.PICKLED):
                     all_sums[name] = paths.checksum(tmp_dir / name)
                 paths.finish(tmp_dir, self.root / paths.folder_name(step), all_sums)
             except OSError as error:

@@ -135,7 +135,7 @@ def _held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
 
 
-def _start_fork_server() -> ForkServerContext:
+def _start_fork_server(preload: Sequence[str]) -> ForkServerContext:
     """The fork server, deaf to signals that stop a run: it must outlive the ranks, which end in good order.
 
     The mask is inherited by the server at its start. The resource tracker is started first because its start unblocks
@@ -145,7 +145,7 @@ def _start_fork_server() -> ForkServerContext:
         # a launcher of Hydra's runs us in a process of its own kind, which plain ones cannot be told to be
         multiprocessing.set_start_method("forkserver", force=True)
     context = get_context("forkserver")
-    context.set_forkserver_preload([_PRELOAD])
+    context.set_forkserver_preload([_PRELOAD, *preload])
     resource_tracker.ensure_running()
     usual = tempfile.tempdir
     tempfile.tempdir = str(private_folder())  # where its sockets go
@@ -164,6 +164,7 @@ def spawn_ranks(
     world_size: int,
     names: Sequence[str] | None = None,
     hang_seconds: float | None = None,
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Run `target(environment, *args)` on `world_size` ranks of this host and wait for them.
 
@@ -173,6 +174,7 @@ def spawn_ranks(
         world_size: number of ranks.
         names: what to call the ranks in messages; `rank 0` and so on by default.
         hang_seconds: a rank that begins nothing new for so long, and a margin, hangs; None for no limit.
+        preload: modules that the ranks will need: they are imported once, before the ranks are forked.
 
     Returns:
         The ranks' return values, by rank.
@@ -198,7 +200,7 @@ def spawn_ranks(
         try:
             if any(has_noted(handler) for handler in previous.values()):
                 raise Interrupted("interrupted")
-            context = _start_fork_server()
+            context = _start_fork_server(preload)
             board = make_heartbeat_file(Path(meeting) / "board", num_slots=world_size)
             for rank in range(world_size):
                 receiving, sending = context.Pipe(duplex=False)

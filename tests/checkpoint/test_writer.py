@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from megaasync.checkpoint import paths, writer
+from megaasync.checkpoint import dcp_io, paths
 from megaasync.checkpoint.chunks import TensorChunks
 from megaasync.checkpoint.dcp_io import load
 from megaasync.checkpoint.writer import AsyncCheckpointWriter
@@ -37,14 +37,14 @@ def timed_rank(environment, config, root, delay):
     join_group(environment, device=torch.device("cpu"), timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
     clock, ended, calls = Clock(), [], []
-    write = writer.write
+    write = dcp_io.write
 
     def slow_write(*args, **kwargs):
         write(*args, **kwargs)
         time.sleep(delay)
         ended.append(time.monotonic())
 
-    writer.write = slow_write
+    dcp_io.write = slow_write
     trainer = build_trainer(
         config,
         environment=environment,
@@ -62,7 +62,7 @@ def timed_rank(environment, config, root, delay):
 
     trainer._checkpoints.save = timed_save
     trainer.train()
-    writer.write = write
+    dcp_io.write = write
     leave_group()
     return calls, ended, clock.steps
 
@@ -133,7 +133,7 @@ def test_a_failed_save_keeps_the_old_ones(tmp_path, monkeypatch):
     def broken(*args, **kwargs):
         raise OSError(28, "No space left on device", "shard")
 
-    monkeypatch.setattr(writer, "write", broken)
+    monkeypatch.setattr(dcp_io, "write", broken)
     (said,) = keep(tmp_path, [3])
     assert said.startswith("checkpoint at step 3 failed: shard: No space left on device; training goes on, the newest")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]

@@ -27,6 +27,7 @@ def traced(tmp_path_factory):
         "train.eval_sequences=128",
         "logging.trace=true",
         "logging.interval=5",
+        "checkpoint.interval=1000",
         "run.dir=run",
         cwd=cwd,
     )
@@ -120,7 +121,7 @@ def test_the_report_stands_alone(traced):
 
 def test_the_report_of_a_run_that_goes_on_has_a_measured_timeline(tmp_path):
     """Of steps that this start has made: the middle of the whole run lies before it."""
-    arguments = [*TINY, "parallel.pipeline=2", "train.lr_schedule=constant", "run.dir=run"]
+    arguments = [*TINY, "parallel.pipeline=2", "train.lr_schedule=constant", "run.dir=run", "checkpoint.interval=50"]
     for steps, drawn in ((8, "steps 5 to 7"), (12, "steps 10 to 12")):
         ran = pretrain(*arguments, f"train.steps={steps}", cwd=tmp_path)
         assert ran.status == 0, ran.err

@@ -130,7 +130,7 @@ def test_wrong_launches_leave_nothing(tmp_path, arguments, words):
 
 def test_the_page_shows_the_script_as_it_is_written(tmp_path):
     page = (REPOSITORY / "docs" / "cluster.md").read_text()
-    command = page.split("The job. `cluster.submit=false`")[1].split("```bash\n")[1].split("```")[0]
+    command = page.split("The launch by itself")[1].split("```bash\n")[1].split("```")[0]
     words = shlex.split(command.replace("\\\n", " "))
     done = launch(*words[3:], "cluster.submit=false", "cluster.check_files=false", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

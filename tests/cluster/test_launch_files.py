@@ -121,7 +121,8 @@ def test_a_missing_secret_is_refused_before_submission(tmp_path):
 
 def test_a_secret_is_in_no_file_of_a_run_and_in_no_message(tmp_path):
     """A checkpoint has the whole config in it."""
-    run = [*TINY, "train.steps=2", "run.dir=run", "cluster=slurm", "cluster.gpus_per_node=null",
+    run = [*TINY, "checkpoint.interval=2", "train.steps=2", "run.dir=run", "cluster=slurm",
+           "cluster.gpus_per_node=null",
            "cluster.tasks_per_node=1", "cluster.preflight=false", f"+cluster.env.HF_TOKEN={SECRET}"]  # fmt: skip
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     ran = subprocess.run(
@@ -262,9 +263,10 @@ def test_questions_to_the_launch_are_answered(tmp_path):
 
 
 def test_one_line_from_raw_text_to_a_job(tmp_path):
-    """The README's line, with a small vocabulary and without a cluster: the 10B plan, and files that the job reads."""
-    readme = (REPOSITORY / "README.md").read_text()
-    line = next(line for line in readme.splitlines() if line.startswith("bash scripts/launch_from_text.sh"))
+    """The page's line, with a small vocabulary and without a cluster: the 10B plan, and files that the job reads."""
+    page = (REPOSITORY / "docs/cluster.md").read_text()
+    line = next(line for line in page.splitlines() if line.startswith("bash scripts/launch_from_text.sh"))
+    line = line.replace("/data/text/", "texts/").replace("/data/tokens", "tokens")
     (tmp_path / "texts").mkdir()
     for name in "ab":
         rows = (

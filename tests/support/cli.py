@@ -28,6 +28,7 @@ TINY = [
     "train.micro_batch_size=2",
     "train.eval_sequences=8",
     "train.warmup_steps=0",
+    "checkpoint.interval=null",  # a run without checkpoints starts a second sooner; tests that need them say so
     "device=cpu",
 ]
 
