@@ -8,6 +8,9 @@ import pytest
 # Tests compute on tensors of a few kilobytes, two workers at a time on two cores: more threads only get in the way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Hundreds of commands are started: bytecode that is kept saves each of them half a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 AREAS = ("engine", "layouts", "study", "survive", "cluster", "data", "out")
 
 

@@ -67,7 +67,7 @@ def timed_rank(environment, config, root, delay):
     return calls, ended, clock.steps
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.slow("survive"))])
 def test_a_slow_disk_does_not_stop_the_pipeline(tmp_path, is_async):
     """With a writer that takes three seconds more, steps go on meanwhile; without async_save they wait for it."""
     config = small_config(

@@ -104,6 +104,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path):
         assert not list((disk / "run" / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow("survive")
 def test_a_file_size_limit_in_the_middle_of_a_write_is_survived(tmp_path):
     """As a quota: some rank's write fails half way, all ranks hear of it."""
     arguments = [*RECIPE, "model.hidden_size=128", "model.ffn_hidden_size=512", "train.steps=6", "run.dir=run"]

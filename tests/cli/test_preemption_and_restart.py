@@ -70,7 +70,7 @@ SIGNALS = [
 ]
 
 
-@pytest.mark.parametrize(("number", "to"), slow_params(SIGNALS, kept=(6, 7), area="survive"), ids=str)
+@pytest.mark.parametrize(("number", "to"), slow_params(SIGNALS, kept=(6,), area="survive"), ids=str)
 def test_a_signal_saves_and_the_run_goes_on_exactly(tmp_path, started, uninterrupted, number, to):
     process = started(tmp_path, "train.steps=60", "checkpoint.interval=1000", "run.dir=run")
     wait_for_step(tmp_path / "run", 3, process)
@@ -104,6 +104,7 @@ def test_a_time_limit_saves_before_it_is_reached(tmp_path):
     assert found.is_complete and found.step == len(metrics(tmp_path / "run"))
 
 
+@pytest.mark.slow("survive")
 def test_a_run_begun_from_anothers_checkpoint_goes_on_from_its_own(tmp_path, with_two):
     """The same command again, as a job that is queued again gives it; before its first checkpoint from the other's."""
     begun_from = with_two / "step_00000004"
@@ -191,6 +192,7 @@ def test_a_mark_that_names_files_elsewhere_is_not_followed(tmp_path, with_two):
         shutil.rmtree(with_two / "copy")
 
 
+@pytest.mark.slow("survive")
 def test_rows_that_somebody_removed_are_missed_and_the_run_goes_on(tmp_path, with_two):
     """The checkpoints say where the run is; its new ones are kept, and nothing begins at 0."""
     whole = numbers(tmp_path / "run")
@@ -205,6 +207,7 @@ def test_rows_that_somebody_removed_are_missed_and_the_run_goes_on(tmp_path, wit
     assert ran.status == 2 and "holds a run already" in ran.message
 
 
+@pytest.mark.slow("survive")
 def test_two_names_of_one_folder(tmp_path, with_two):
     """run.dir through a link, the checkpoint by its real path or with dots; and a home folder."""
     (tmp_path / "link").symlink_to(tmp_path / "run")
@@ -251,7 +254,7 @@ def test_files_are_as_large_as_what_is_in_them(with_two):
     assert content < written < 1.1 * content + headers * pieces
 
 
-@pytest.mark.parametrize("way", ["renamed", "removed"])
+@pytest.mark.parametrize("way", slow_params(["renamed", "removed"], kept=(1,), area="survive"))
 def test_a_run_whose_folder_is_taken_away_ends_and_says_where_it_is(tmp_path, started, way):
     process = started(tmp_path, "train.steps=100000", "run.dir=run", "checkpoint.interval=100000")
     wait_for_step(tmp_path / "run", 5, process)
@@ -266,6 +269,7 @@ def test_a_run_whose_folder_is_taken_away_ends_and_says_where_it_is(tmp_path, st
     assert not (tmp_path / "run").exists(), "the run made the old name again"
 
 
+@pytest.mark.slow("survive")
 def test_a_run_on_a_file_system_without_locks(tmp_path):
     """Corpus, run folder and ranks: nothing needs flock."""
     (tmp_path / "site").mkdir()

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from tests.support.cli import TINY, environment, metrics, pretrain, summary
+from tests.support.tiers import slow_params
 
 EXACT = ["train.dtype=float64", "train.lr_schedule=constant"]
 
@@ -165,6 +166,7 @@ def test_black_box_delay_is_one_and_error_feedback_doubles_the_first_step(tmp_pa
     assert ef_l[2] == pytest.approx(none_2l[2], rel=1e-12)
 
 
+@pytest.mark.slow("engine")
 def test_black_box_one_step_is_the_same_under_every_schedule(tmp_path):
     """With one step there is nothing to be late with: the settled validation loss is equal."""
     flushed = sweep(tmp_path / "a", "parallel.pipeline=2", "train.steps=1", "schedule=1f1b,2bw")
@@ -216,7 +218,11 @@ def test_dry_run_prints_the_plan_and_writes_nothing_else(tmp_path):
 
 @pytest.mark.parametrize(
     ("bare", "launched"),
-    [("parallel.pipeline=2", "parallel.pipeline=2"), ("parallel.data=2", "parallel.data=auto")],
+    slow_params(
+        [("parallel.pipeline=2", "parallel.pipeline=2"), ("parallel.data=2", "parallel.data=auto")],
+        kept=(1,),
+        area="survive",
+    ),
 )
 def test_torchrun_gives_the_numbers_of_a_bare_start(tmp_path, bare, launched):
     arguments = [*TINY, *EXACT, "train.steps=4"]

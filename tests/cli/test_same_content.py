@@ -45,6 +45,7 @@ def test_rows_appended_before_a_resume_are_noticed(tmp_path):
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow("data")
 def test_token_files_made_again_under_the_same_name_are_noticed_and_moved_ones_are_not(tmp_path):
     write(tmp_path / "d.jsonl", TEXTS)
     assert (
@@ -70,6 +71,7 @@ def test_token_files_made_again_under_the_same_name_are_noticed_and_moved_ones_a
 COSINE = [*RUN, "data=synthetic", "data.num_tokens=4000", "train.lr_schedule=cosine"]
 
 
+@pytest.mark.slow("data")
 def test_a_schedule_is_not_stretched_in_silence(tmp_path):
     """The lr would jump, and the update that the last row waits for would use another one than the row says."""
     ran = pretrain(*COSINE, "train.steps=8", "run.dir=run", cwd=tmp_path)

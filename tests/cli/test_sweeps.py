@@ -14,6 +14,7 @@ from megaasync.entry.help import render_help
 from megaasync.entry.hydra_app import _count_runs, _end_sweep
 from megaasync.update_rules import OPTIMIZERS
 from tests.support.cli import TINY, environment, pretrain, summary
+from tests.support.tiers import slow_params
 
 SWEEP = ["-m", *TINY, "model.num_layers=1", "train.steps=2", "checkpoint.interval=null", "run.dir=sweep"]
 LAUNCHERS = {
@@ -23,7 +24,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", ["basic", "joblib", pytest.param("submitit", marks=pytest.mark.slow("cluster"))])
+@pytest.mark.parametrize("launcher", slow_params(["basic", "joblib", "submitit"], kept=(0,), area="cluster"))
 def test_four_jobs_of_which_one_fails(tmp_path, launcher):
     """The others are done, the command fails, a line for each says what became of it; logs stay."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher}_launcher") if launcher != "basic" else None
@@ -43,6 +44,7 @@ def test_four_jobs_of_which_one_fails(tmp_path, launcher):
     assert records[2]["folder"] == str(tmp_path / "sweep/2") and "optimizer.lr=0.002" in records[2]["overrides"]
 
 
+@pytest.mark.slow("cluster")
 def test_records_of_an_older_sweep_do_not_count(tmp_path):
     records = "hydra.sweep.dir=records"
     refused = pretrain(*SWEEP, records, "optimizer.lr=-1,-2,-3", cwd=tmp_path)
@@ -124,7 +126,7 @@ def test_one_entry_point_has_the_commands(tmp_path):
 
 
 def test_ctrl_c_in_the_first_second_is_quiet(tmp_path):
-    for moment in (0.05, 0.1, 0.2, 0.4, 0.8):
+    for moment in (0.1, 0.4, 0.8):
         # a job in the background of a shell ignores the signal, and what it starts does too
         words = ["env", "--default-signal=INT", sys.executable, "-m", "megaasync.pretrain", *TINY, "train.steps=100000"]
         process = subprocess.Popen(

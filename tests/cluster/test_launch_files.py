@@ -17,6 +17,7 @@ from megaasync.entry.hydra_app import _note_secrets
 from megaasync.entry.run_config import read_run_config
 from tests.cluster.test_launch import SLURM, launch
 from tests.support.cli import REPOSITORY, TINY, environment
+from tests.support.tiers import slow_params
 
 SECRET = "s3cr3t-0123456789abcdef"
 
@@ -82,7 +83,9 @@ def test_forms_of_a_secret_on_the_command_line(monkeypatch, form, value):
     assert len(kept) == (2 if "A:" in form else 1)
 
 
-@pytest.mark.parametrize("way", ["command line", "dict", "yaml", "environment"])
+@pytest.mark.parametrize(
+    "way", slow_params(["command line", "dict", "yaml", "environment"], kept=(0, 2), area="cluster")
+)
 def test_no_file_of_a_launch_holds_a_secret_and_the_job_has_it(tmp_path, way):
     """Three ways to give it; config.yaml names it, the environment carries it, and a job without it is refused."""
     arguments, env = [*SLURM, "cluster.submit=false", "run.dir=run"], {}

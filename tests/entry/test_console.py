@@ -16,17 +16,22 @@ from megaasync.distributed.environment import launched_environment
 from megaasync.entry.file_errors import explain_file_error
 from megaasync.entry.private_folder import remove_orphans
 from tests.support.cli import TINY, command, environment, metrics, pretrain, summary
+from tests.support.tiers import slow_params
 
 TWO = [*TINY, "parallel.pipeline=2", "model.num_layers=2", "checkpoint.interval=null", "run.dir=run"]
 
 
 @pytest.mark.parametrize(
     "shell",
-    [
-        'exec "$@" > /dev/full',
-        'exec "$@" <&- >&- 2>&-',
-        '"$@" | head -c 1 > /dev/null; exit ${PIPESTATUS[0]}',
-    ],
+    slow_params(
+        [
+            'exec "$@" > /dev/full',
+            'exec "$@" <&- >&- 2>&-',
+            '"$@" | head -c 1 > /dev/null; exit ${PIPESTATUS[0]}',
+        ],
+        kept=(0, 1),
+        area="survive",
+    ),
     ids=["full", "closed", "reader left"],
 )
 def test_a_console_that_cannot_be_written_ends_no_run(tmp_path, shell):
@@ -82,7 +87,7 @@ def short_folder():
         yield Path(folder)
 
 
-@pytest.mark.parametrize("whom", ["launcher", "all"])
+@pytest.mark.parametrize("whom", slow_params(["launcher", "all"], kept=(0,), area="survive"))
 def test_a_killed_run_leaves_no_sockets_behind(tmp_path, short_folder, whom):
     """The ranks remove the folder of a launcher that was killed; of a run killed as a whole, the next one does."""
     process = subprocess.Popen(
@@ -206,6 +211,7 @@ def test_places_that_mpirun_gives(monkeypatch):
         place(monkeypatch, **MPI)
 
 
+@pytest.mark.slow("cluster")
 def test_two_ranks_meet_at_an_ipv6_address_from_mpirun(tmp_path):
     """One training of two ranks, not two trainings."""
     ranks = [

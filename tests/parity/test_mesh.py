@@ -161,7 +161,7 @@ def test_schedules_and_features_at_a_layout(layout, overrides):
     assert_layout_changes_nothing(config)
 
 
-@pytest.mark.parametrize("optimizer", ["normuon", "soap", *(pytest.param(o, marks=SLOW) for o in ("adan", "mars"))])
+@pytest.mark.parametrize("optimizer", ["soap", *(pytest.param(o, marks=SLOW) for o in ("normuon", "adan", "mars"))])
 def test_other_rules_at_a_layout(optimizer):
     """Their states lie with whole matrices, or in shares, as those of Muon and AdamW; 1e-7 is promised."""
     config = config_of((2, 1, 1, 2), optimizer, correction__name="error_feedback")
@@ -190,7 +190,7 @@ def test_balanced_experts_equal_the_hand_written_loop(schedule, delay):
     ("optimizer", "adaptive"),
     [
         ("adamw", True),
-        ("muon", False),
+        pytest.param("muon", False, marks=SLOW),
         pytest.param("adamw", False, marks=SLOW),
         pytest.param("muon", True, marks=SLOW),
     ],

@@ -6,6 +6,7 @@ from megaasync.entry.spawn import spawn_ranks
 from megaasync.models.transformer import TransformerBlock
 from tests.support.configs import small_config
 from tests.support.runs import assert_same_run, run, run_rank
+from tests.support.tiers import slow_params
 
 BASE = {
     "parallel__pipeline": 2,
@@ -30,7 +31,7 @@ def test_the_chunks_of_the_loss_change_no_number_on_two_stages():
 @pytest.mark.parametrize("overrides", [{"parallel__tensor": 2, "parallel__sequence_parallel": True},
                                        {"parallel__expert": 2}, {"schedule__name": "zb_h1"}],
                          ids=["sequence parallel", "expert", "split backward"])  # fmt: skip
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", slow_params(["selective", "full"], kept=(0,), area="layouts"))
 def test_what_ranks_exchange_is_exchanged_again(recompute, overrides):
     """Collectives inside of what is made again meet on all ranks."""
     settings = BASE | {"train__steps": 3} | overrides

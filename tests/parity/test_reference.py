@@ -51,7 +51,7 @@ def test_no_clipping_and_a_bound_above_every_norm_leave_gradients_as_they_are(cl
     assert largest_gap(numbers.weights, by_hand.weights) < TOLERANCE
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow("engine")), "muon"])
 def test_1f1b_equals_the_loop_without_delay(optimizer):
     config = small_config(optimizer, schedule__name="1f1b", parallel__pipeline=2)
     numbers = run(config)
@@ -60,7 +60,7 @@ def test_1f1b_equals_the_loop_without_delay(optimizer):
     assert largest_gap(numbers.weights, by_hand.weights) < TOLERANCE
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow("engine")), "muon"])
 def test_deliberate_faults_are_noticed(optimizer):
     """Each fault moves the weights by far more than the tolerance of the tests above."""
     config = small_config(optimizer, correction__name="error_feedback", parallel__pipeline=2)

@@ -18,6 +18,7 @@ from megaasync.update_rules.newton_schulz import orthogonalize
 from tests.parity.test_mesh import DENSE, ODD, config_of
 from tests.support.engine import build
 from tests.support.runs import run_rank
+from tests.support.tiers import slow_params
 
 
 def holding_rank(environment, config):
@@ -85,13 +86,17 @@ def matrices_of(calls):
 
 @pytest.mark.parametrize(
     ("layout", "base"),
-    [
-        ((1, 1, 1, 2), DENSE),
-        ((2, 1, 1, 1), DENSE),
-        ((1, 2, 1, 1), ODD),
-        ((2, 1, 1, 2), ODD),
-        ((1, 1, 2, 2), DENSE),
-    ],
+    slow_params(
+        [
+            ((1, 1, 1, 2), DENSE),
+            ((2, 1, 1, 1), DENSE),
+            ((1, 2, 1, 1), ODD),
+            ((2, 1, 1, 2), ODD),
+            ((1, 1, 2, 2), DENSE),
+        ],
+        kept=(1, 3),
+        area="layouts",
+    ),
 )
 def test_each_matrix_is_orthogonalised_whole_and_once(layout, base):
     """On whichever rank; no rank does all of them; the work is spread over the ranks that hold copies or parts."""
@@ -156,15 +161,19 @@ def sending_rank(environment, config):
 
 @pytest.mark.parametrize(
     ("layout", "sequence_parallel", "overrides"),
-    [
-        ((2, 1, 2, 1), True, {"schedule__name": "1f1b"}),
-        ((2, 1, 2, 1), False, {"model__tie_embeddings": True}),
-        ((1, 2, 2, 1), False, {}),
-        ((2, 2, 1, 1), True, {"schedule__name": "1f1b"}),
-        ((2, 1, 1, 2), False, {"model__vocab_size": 102}),
-        ((1, 1, 2, 2), False, {"optimizer": "adamw"}),
-        ((1, 1, 2, 2), False, {"schedule__name": "pipedream", "train__global_batch_size": 2}),
-    ],
+    slow_params(
+        [
+            ((2, 1, 2, 1), True, {"schedule__name": "1f1b"}),
+            ((2, 1, 2, 1), False, {"model__tie_embeddings": True}),
+            ((1, 2, 2, 1), False, {}),
+            ((2, 2, 1, 1), True, {"schedule__name": "1f1b"}),
+            ((2, 1, 1, 2), False, {"model__vocab_size": 102}),
+            ((1, 1, 2, 2), False, {"optimizer": "adamw"}),
+            ((1, 1, 2, 2), False, {"schedule__name": "pipedream", "train__global_batch_size": 2}),
+        ],
+        kept=(0, 1, 4),
+        area="layouts",
+    ),
 )
 def test_bytes_sent_are_those_of_the_plan(layout, sequence_parallel, overrides):
     """All ranks and collectives of a few steps together; per step, all of it."""

@@ -18,6 +18,7 @@ from megaasync.plan.text import render_plan, summarise_plan
 from tests.entry.test_text_values import SLURM
 from tests.support.cli import environment, pretrain, tool
 from tests.support.configs import BALANCED, small_config
+from tests.support.tiers import slow_params
 
 PAPER = ("dry_run=true", "experiment=paper_10b_moe", "cluster=slurm", "cluster.nodes=8")
 
@@ -92,21 +93,25 @@ def measuring_rank(environment, config, ranks):
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        {},
-        {"model__moe": None, "model__tie_embeddings": True},
-        {"parallel__tensor": 2, "parallel__sequence_parallel": True},
-        {"parallel__tensor": 2},
-        {"parallel__expert": 2, "parallel__data": 2, **BALANCED},
-        {"parallel__tensor": 2, "model__moe": None, "parallel__sequence_parallel": True},
-        {"train__recompute": "selective"},
-        {"train__recompute": "selective", "parallel__expert": 2, "parallel__tensor": 2},
-        {"train__recompute": "selective", "model__moe": None},
-        {"train__recompute": "full"},
-        {"model__qk_norm": True, "parallel__tensor": 2, "parallel__sequence_parallel": True},
-        {"model__qk_norm": True, "train__recompute": "selective"},
-        {"train__document_mask": True, "data": {"name": "indexed", "path": "none", "validation_path": None}},
-    ],
+    slow_params(
+        [
+            {},
+            {"model__moe": None, "model__tie_embeddings": True},
+            {"parallel__tensor": 2, "parallel__sequence_parallel": True},
+            {"parallel__tensor": 2},
+            {"parallel__expert": 2, "parallel__data": 2, **BALANCED},
+            {"parallel__tensor": 2, "model__moe": None, "parallel__sequence_parallel": True},
+            {"train__recompute": "selective"},
+            {"train__recompute": "selective", "parallel__expert": 2, "parallel__tensor": 2},
+            {"train__recompute": "selective", "model__moe": None},
+            {"train__recompute": "full"},
+            {"model__qk_norm": True, "parallel__tensor": 2, "parallel__sequence_parallel": True},
+            {"model__qk_norm": True, "train__recompute": "selective"},
+            {"train__document_mask": True, "data": {"name": "indexed", "path": "none", "validation_path": None}},
+        ],
+        kept=(1, 2, 4, 6, 9, 10, 12),
+        area="layouts",
+    ),
     ids=[
         "experts",
         "dense",
@@ -220,6 +225,7 @@ def test_a_delay_on_one_rank_is_said_and_a_cpu_job_has_no_gpu_figures():
     assert plan["warnings"] and "times " in summarise_plan(plan)
 
 
+@pytest.mark.slow("layouts")
 def test_the_measuring_tool(tmp_path):
     ran = tool("tools.bench.measure_plan", *PAPER[1:], cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr

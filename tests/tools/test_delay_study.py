@@ -210,6 +210,7 @@ def test_each_mode_is_divided_by_its_own_throughput():
     assert "| 1.500 (1.000 to 4.000) | 0.733 (0.275 to 1.100) |" in text
 
 
+@pytest.mark.slow("study")
 def test_time_to_loss_measures_and_divides(tmp_path):
     (tmp_path / "results.csv").write_text(
         "optimizer,mode,variation,val_loss\n"

@@ -3,6 +3,8 @@
 import csv
 import xml.etree.ElementTree as ET
 
+import pytest
+
 from megaasync.observe.trace import merge, read_chrome_trace, write_chrome_trace
 from megaasync.schedules import Costs, build_schedule, simulate
 from tests.support.cli import TINY, pretrain, tool
@@ -39,6 +41,7 @@ def test_a_trace_is_read_back(tmp_path):
     assert [(s.rank, s.action, s.beside) for s in again.spans] == [(s.rank, s.action, s.beside) for s in timeline.spans]
 
 
+@pytest.mark.slow("engine")
 def test_a_small_bench_writes_table_csv_and_picture(tmp_path):
     """Emulated compute of both engines; figures only as far as noise cannot reach."""
     ran = tool(

@@ -61,6 +61,7 @@ def test_the_bound_grows_with_how_far_away_gradients_are_taken():
     assert bound(problem, delay=0, corrected=False, steps=128) / base == pytest.approx(0.5)
 
 
+@pytest.mark.slow("study")
 def test_the_tool_writes_its_table_and_pictures(tmp_path):
     ran = tool(
         "tools.study.delay_theory", "steps=32", "delays=0,2", "problems=quadratic", "step_sizes=0.08", "out=t",
