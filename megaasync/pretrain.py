@@ -199,6 +199,14 @@ def _job_folder(plain: Mapping[str, Any], claim: ClaimedFolder | None) -> Path |
     return Path(run["dir"]) if run.get("dir") else None
 
 
+def _needed_by_ranks(config: Config, resume: Path | None) -> list[str]:
+    """Modules that only some runs need and that take a second to import: once is enough for all ranks of a host."""
+    saves = config.checkpoint.interval is not None or resume is not None
+    has_stages = config.parallel.pipeline > 1 or (config.parallel.virtual_stages or 1) > 1
+    # torch imports the second one in the first backward that starts from a given gradient
+    return ["megaasync.checkpoint.dcp_io"] * saves + ["torch.fx.experimental.symbolic_shapes"] * has_stages
+
+
 def _run_here(config: Config, prepared: Any, claim: ClaimedFolder, *, began: float) -> None:
     """Run on ranks of this host, and again from the last checkpoint as often as the config says.
 
@@ -208,7 +216,6 @@ def _run_here(config: Config, prepared: Any, claim: ClaimedFolder, *, began: flo
     Raises:
         RankFailed, Interrupted: as `spawn_ranks`.
     """
-    saves = config.checkpoint.interval is not None or claim.resume is not None
     restart = 0
     while True:
         before = claim.step
@@ -219,7 +226,7 @@ def _run_here(config: Config, prepared: Any, claim: ClaimedFolder, *, began: flo
                 world_size=config.world_size,
                 names=_rank_names(config),
                 hang_seconds=config.parallel.timeout_seconds,
-                preload=["megaasync.checkpoint.dcp_io"] if saves else [],
+                preload=_needed_by_ranks(config, claim.resume),
             )
         except RankFailed as error:
             if not error.is_retryable or not config.run.max_restarts:

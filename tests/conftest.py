@@ -21,6 +21,18 @@ for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _warm_fork_server():
+    """Ranks that tests start share one fork server per worker: what any of them needs is imported there, once."""
+    from megaasync.entry import spawn
+
+    start = spawn._start_fork_server
+    needed = ["megaasync.checkpoint.dcp_io", "torch.fx.experimental.symbolic_shapes", "tests.support.runs"]
+    spawn._start_fork_server = lambda preload: start([*needed, *preload])
+    yield
+    spawn._start_fork_server = start
+
+
 def pytest_addoption(parser):
     parser.addoption("--area", choices=AREAS, help="run the slow checks of this area only")
 
