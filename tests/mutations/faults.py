@@ -108,7 +108,7 @@ FAULTS = (
           'np.searchsorted(self._document_ends, places, side="right")',
           'np.searchsorted(self._document_ends, places, side="left")', "tests/nn/test_documents.py"),
     Fault("an epoch repeats the order of the one before", "data/microbatches.py",
-          "seed=self._seed, epoch=int(number))", "seed=self._seed, epoch=0)", "tests/data/test_microbatches.py"),
+          "seed=self._seed, epoch=int(number)", "seed=self._seed, epoch=0", "tests/data/test_microbatches.py"),
     # what survives
     Fault("a resume forgets how late it is", "checkpoint/restore.py",
           "stage.optimizer.num_updates = step - late", "stage.optimizer.num_updates = step", RESUME),
