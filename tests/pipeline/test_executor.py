@@ -147,31 +147,47 @@ def test_a_killed_rank_is_named():
 
 
 def overlapping_rank(environment, config):
-    """A run whose STEP takes long; what the recorder saw."""
+    """A run whose STEP waits, in the middle, until the executor has done two more forwards or backwards; its spans."""
     trainer = build(environment, config)
     compute, update = trainer.executor.stages[0], update_of(trainer.executor)
-    step, forward = update.step, compute.forward
+    step, done = update.step, []
+
+    def counted(name):
+        original = getattr(compute, name)
+
+        def count(*args, **kwargs):
+            result = original(*args, **kwargs)
+            done.append(name)
+            return result
+
+        setattr(compute, name, count)
 
     def slow_step(number, **arguments):
-        time.sleep(0.03)
+        wanted, end = len(done) + 2, time.monotonic() + 20
+        while number in MIDDLE and len(done) < wanted and time.monotonic() < end:
+            time.sleep(0.001)
         step(number, **arguments)
 
-    def slow_forward(key, x, microbatch, *, version):
-        time.sleep(0.01)
-        return forward(key, x, microbatch, version=version)
-
-    update.step, compute.forward = slow_step, slow_forward
+    counted("forward")
+    counted("backward")
+    update.step = slow_step
     outcome = trainer.train()
     leave_group()
     return outcome.timeline.spans
+
+
+MIDDLE = range(2, 7)
 
 
 def test_forwards_and_backwards_go_on_during_a_step():
     spans = spawn_ranks(overlapping_rank, (small_config(parallel__pipeline=2, train__steps=10),), world_size=2)[0]
     for rank in (0, 1):
         mine = [s for s in spans if s.rank == rank]
-        for step in (s for s in mine if s.action.op is Op.STEP and 2 <= s.action.step <= 6):
+        steps = [s for s in mine if s.action.op is Op.STEP and s.action.step in MIDDLE]
+        assert len(steps) == len(MIDDLE)
+        for step in steps:
             assert step.beside
+            assert step.end - step.start < 20, f"rank {rank} did nothing during {step.action}"
             under = [s for s in mine if s.action.op in COMPUTE_OPS and s.start < step.end and s.end > step.start]
             assert len(under) >= 2, f"rank {rank} did nothing during {step.action}"
 
