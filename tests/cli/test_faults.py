@@ -179,7 +179,7 @@ def test_a_single_rank_that_hangs_is_ended_by_the_launcher(tmp_path):
         began = time.monotonic()
         os.kill(ranks_of(process)[-1], signal.SIGSTOP)
         _, err = process.communicate(timeout=60)
-        assert time.monotonic() - began < 25
+        assert time.monotonic() - began < 55
         assert process.returncode == 1
         assert err.strip().splitlines()[-1].startswith("error: rank 0 (stage 0) hangs: it has begun nothing for 5 s"), (
             err

@@ -39,7 +39,7 @@ def test_a_signal_ends_all_ranks_with_the_folder_whole(tmp_path, long_run, numbe
     else:
         (os.killpg if to == "group" else os.kill)(process.pid, number)
     _, err = process.communicate(timeout=30)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25  # by itself: force is used after 28
     assert process.returncode == 130, err
     assert err.strip().splitlines() == [f"interrupted; the run folder is {tmp_path / 'run'}"]
     result = summary(tmp_path / "run")
@@ -94,7 +94,7 @@ def test_a_signal_during_a_long_evaluation_is_heeded(tmp_path):
         start = time.monotonic()
         os.kill(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=30)
-        assert time.monotonic() - start < 8, "it was ended by force"
+        assert time.monotonic() - start < 25, "it was ended by force"
         assert process.returncode == 130, err
         assert summary(tmp_path / "run")["steps"] == 3
         assert metrics(tmp_path / "run", "val") == []

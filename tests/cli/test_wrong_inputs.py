@@ -1,6 +1,7 @@
 """Wrong inputs end with status 2 and one message that names key, value and remedy; none shows a traceback."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -75,19 +76,14 @@ def check(ran, words):
 
 @pytest.mark.parametrize(("arguments", "words"), CONFIG_ERRORS, ids=lambda v: v[-1] if isinstance(v, list) else None)
 def test_config_errors(tmp_path, arguments, words):
-    ran = pretrain(*arguments, cwd=tmp_path)
-    check(ran, words)
-    # a machine that was busy just then gets a second try
-    assert ran.seconds < 3 or pretrain(*arguments, cwd=tmp_path).seconds < 3
-    assert list(tmp_path.iterdir()) == [], "a wrong config left something behind"
-
-
-def test_config_errors_import_no_torch(tmp_path):
-    ran = pretrain("train.steps=-5", cwd=tmp_path, python=("-X", "importtime"))
-    assert ran.status == 2
-    modules = {line.rsplit("|", 1)[-1].strip() for line in ran.err.splitlines() if line.startswith("import time:")}
+    """Within seconds, which is to say: before torch is imported, let alone a rank started."""
+    ran = pretrain(*arguments, cwd=tmp_path, python=("-X", "importtime"))
+    lines = ran.err.splitlines(keepends=True)
+    modules = {line.rsplit("|", 1)[-1].strip() for line in lines if line.startswith("import time:")}
+    check(replace(ran, err="".join(line for line in lines if not line.startswith("import time:"))), words)
     assert "hydra" in modules
     assert not {m for m in modules if m.split(".")[0] == "torch"}
+    assert list(tmp_path.iterdir()) == [], "a wrong config left something behind"
 
 
 def test_debug_shows_the_traceback(tmp_path):
@@ -143,7 +139,6 @@ def test_file_errors(tmp_path, arguments, words):
     )
     ran = pretrain(*given, *cache, cwd=tmp_path)
     check(ran, words)
-    assert ran.seconds < 10
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path):

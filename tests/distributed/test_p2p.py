@@ -92,7 +92,7 @@ def silent_sender(environment, dies):
 def test_a_message_that_does_not_come_is_an_error_in_time():
     _, (text, peer, is_lost, seconds) = spawn_ranks(silent_sender, (False,), world_size=2)
     assert (text, peer, is_lost) == ("nothing came for 2 s", 0, False)
-    assert 1.9 < seconds < 4
+    assert 1.9 < seconds < 30  # not the group's own sixty, however busy the machine
 
 
 def test_a_dead_peer_is_an_error_at_once(tmp_path):

@@ -137,7 +137,7 @@ def test_a_hung_rank_is_named_with_what_was_waited_for():
     )
     with pytest.raises(RankFailed, match=wanted):
         spawn_ranks(hanging_rank, (config, False), world_size=3)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 50  # not the group's own sixty
 
 
 def test_a_killed_rank_is_named():

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -25,13 +24,13 @@ PAPER = ("dry_run=true", "experiment=paper_10b_moe", "cluster=slurm", "cluster.n
 # Whatever a plan's limit counts, this prints the largest resident size of the command after it.
 PEAK = """import resource, subprocess, sys
 code = subprocess.call(sys.argv[1:])
-print("peak", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print("peak", used.ru_maxrss, used.ru_utime + used.ru_stime)
 sys.exit(code)"""
 
 
 def test_the_10b_plan_on_a_laptop(tmp_path):
-    """Under 30 s and 4 GiB; parameters counted here from the shape's own numbers."""
-    start = time.perf_counter()
+    """Under 30 s of one core and 4 GiB; parameters counted here from the shape's own numbers."""
     ran = subprocess.run(
         [sys.executable, "-c", PEAK, sys.executable, "-m", "megaasync.pretrain", *PAPER, f"run.dir={tmp_path}"],
         cwd=tmp_path,
@@ -41,8 +40,9 @@ def test_the_10b_plan_on_a_laptop(tmp_path):
         timeout=60,
     )
     assert ran.returncode == 0, ran.stderr
-    assert time.perf_counter() - start < 30
-    assert int(ran.stdout.rsplit(maxsplit=1)[-1]) < 4 * 2**20  # KiB
+    peak, seconds = map(float, ran.stdout.split()[-2:])
+    assert peak < 4 * 2**20  # KiB
+    assert seconds < 30  # of processor time, which a busy machine does not stretch
     plan = json.loads((tmp_path / "plan.json").read_text())
     hidden, layers, experts, width = 2048, 26, 64, 960
     attention = hidden * 128 * (2 * 16 + 2 * 4)

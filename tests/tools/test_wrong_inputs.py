@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -61,20 +60,14 @@ ROWS = [
 def test_a_wrong_input_is_one_message(tmp_path, name, arguments, words):
     (tmp_path / "few.txt").write_text("hello world\n")
     called = [str(REPOSITORY / "tools" / name)] if name.endswith(".py") else ["-m", name]
-
-    def run():
-        began = time.monotonic()
-        ran = subprocess.run(
-            [sys.executable, *called, *arguments],
-            cwd=tmp_path,
-            env=environment(PYTHONPATH=str(REPOSITORY)),
-            capture_output=True,
-            text=True,
-        )
-        return ran, time.monotonic() - began
-
-    ran, seconds = run()
-    assert seconds < 10 or run()[1] < 10  # a machine that was busy just then gets a second try
+    ran = subprocess.run(
+        [sys.executable, *called, *arguments],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(REPOSITORY)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ran.returncode == 2 and "Traceback" not in ran.stdout + ran.stderr, ran.stderr
     last = ran.stderr.strip().splitlines()[-1]
     assert "error: " in last
