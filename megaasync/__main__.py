@@ -3,7 +3,6 @@
 import importlib
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import megaasync
@@ -65,9 +64,10 @@ def _module_of(command: Command) -> str:
     """Its importable name: tools are inside the package where it is installed, beside it in a checkout."""
     if not command.module.startswith("tools."):
         return command.module
-    if find_spec("megaasync.tools") is not None:
+    package = Path(megaasync.__file__).resolve().parent
+    if (package / "tools" / "__init__.py").exists():
         return f"megaasync.{command.module}"
-    sys.path.insert(0, str(Path(megaasync.__file__).resolve().parents[1]))
+    sys.path.insert(0, str(package.parent))  # of this checkout, even if another one is installed
     return command.module
 
 

@@ -22,10 +22,10 @@ from megaasync.config.parallel_dims import AXES
 from megaasync.data import DataError
 from megaasync.distributed import DeviceError, TransportError
 from megaasync.distributed.environment import RankEnvironment, launched_environment
+from megaasync.distributed.interrupts import Stop, note_interrupts
 from megaasync.entry.console import fail_if_unread, tolerate_console
 from megaasync.entry.file_errors import explain_file_error
 from megaasync.entry.hydra_app import CONFIG_ERROR_STATUS, INTERRUPTED_STATUS, RunStopped, fail, run_app
-from megaasync.entry.interrupts import Stop, note_interrupts
 from megaasync.entry.rank import run_rank
 from megaasync.entry.run_config import check_secrets, path_in, read_run_config
 from megaasync.entry.run_folder import ClaimedFolder, claim_run_folder
@@ -200,9 +200,12 @@ def _job_folder(plain: Mapping[str, Any], claim: ClaimedFolder | None) -> Path |
 
 
 def _needed_by_ranks(config: Config, resume: Path | None) -> list[str]:
-    """Modules that only some runs need and that take a second to import: once is enough for all ranks of a host."""
+    """Modules that only some runs need and that take a second to import: once is enough for all ranks of a host.
+
+    In a sweep the first run's hold, since they share a fork server; a rank imports what is missing by itself.
+    """
     saves = config.checkpoint.interval is not None or resume is not None
-    has_stages = config.parallel.pipeline > 1 or (config.parallel.virtual_stages or 1) > 1
+    has_stages = phases_of(config)[0].schedule.num_stages > 1
     # torch imports the second one in the first backward that starts from a given gradient
     return ["megaasync.checkpoint.dcp_io"] * saves + ["torch.fx.experimental.symbolic_shapes"] * has_stages
 

@@ -3,7 +3,9 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of tools/, where files would hide libraries
+TOOLS = Path(__file__).resolve().parent
+# the root in place of tools/, where files would hide libraries; under python -P that is not there
+sys.path[: Path(sys.path[0]).resolve() == TOOLS] = [str(TOOLS.parent)]
 from tools.bench.draw_schedule import main  # noqa: E402
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 A save that fails leaves the older checkpoints, is told of, and the training goes on.
 """
 
+import importlib
 import shutil
 import threading
 import time
@@ -66,6 +67,8 @@ class AsyncCheckpointWriter:
             group: all ranks, over gloo, for nothing else; None for a single rank.
             notify: tells the user, on rank 0.
         """
+        # torch.distributed.checkpoint takes a second to import: here, in the main thread, of runs that save
+        importlib.import_module("megaasync.checkpoint.dcp_io")
         self.root, self._keep, self._is_async, self._group, self._notify = root, keep, is_async, group, notify
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None  # of the thread, that only this rank knows of
@@ -121,7 +124,7 @@ class AsyncCheckpointWriter:
             raise self._fault
 
     def _save(self, step: int, entries: ShardedStateDict, meta: dict[str, Any], own: dict[str, Any]) -> None:
-        from megaasync.checkpoint.dcp_io import CheckpointException, write  # takes a second, for runs that save
+        from megaasync.checkpoint.dcp_io import CheckpointException, write  # there since __init__
 
         began = time.monotonic()
         tmp_dir = paths.tmp_dir_of(self.root, step)

@@ -30,9 +30,9 @@ from megaasync.cluster.script import hydra_quoted
 from megaasync.config import Config, ConfigError, did_you_mean, dotted_keys, listed
 from megaasync.config.secrets import is_secret, redacted, take_secrets
 from megaasync.distributed.environment import variables
+from megaasync.distributed.interrupts import NotedInterrupts, Stop, note_interrupts
 from megaasync.entry.console import fail_if_unread, tolerate_console
 from megaasync.entry.help import answer_questions, config_folder, groups
-from megaasync.entry.interrupts import Stop, note_interrupts
 from megaasync.entry.text_values import quoted_override, read_text_as_written, yaml_mistake
 from megaasync.fields import hints_of
 from megaasync.observe.run_files import write_json
@@ -331,7 +331,7 @@ def run_app(
         SystemExit: status 2 for a wrong config, or what the task decides.
     """
     tolerate_console()
-    interrupts = note_interrupts()
+    interrupts = NotedInterrupts()
     answer_questions(sys.argv[1:], name=name)
     is_sweep = any(argument in _SWEEPS for argument in sys.argv)
     sys.argv[1:], secrets = _note_secrets(sys.argv[1:])
@@ -364,6 +364,8 @@ def run_app(
             if "debug=true" in sys.argv:
                 traceback.print_exc()
             fail(explain(error), status=CONFIG_ERROR_STATUS)
+        if interrupts.numbers and collects:  # lost while the configs were gathered: nothing may be made of them
+            fail("interrupted", status=INTERRUPTED_STATUS)
         if any(argument in ("--cfg", "-c", "--info") for argument in sys.argv):
             fail_if_unread()
         is_answer = any(argument in ("--cfg", "-c", "--info", "-i") for argument in sys.argv)

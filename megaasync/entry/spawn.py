@@ -23,9 +23,9 @@ from megaasync.data import DataError
 from megaasync.distributed import TransportError
 from megaasync.distributed.environment import RankEnvironment, meet_on_this_host
 from megaasync.distributed.heartbeat import HangDetector, make_heartbeat_file
+from megaasync.distributed.interrupts import noted_by
 from megaasync.entry.console import tolerate_console
 from megaasync.entry.file_errors import explain_file_error
-from megaasync.entry.interrupts import has_noted
 from megaasync.entry.private_folder import private_folder
 from megaasync.pipeline import TrainingError
 from megaasync.schedules import ScheduleError
@@ -198,7 +198,7 @@ def spawn_ranks(
         handled = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, on_interrupt) for number in handled}
         try:
-            if any(has_noted(handler) for handler in previous.values()):
+            if noted_by(previous.values()):
                 raise Interrupted("interrupted")
             context = _start_fork_server(preload)
             board = make_heartbeat_file(Path(meeting) / "board", num_slots=world_size)

@@ -32,7 +32,7 @@ class SpikeWatch:
         found = None
         if self._threshold is not None and len(self._losses) >= _FEWEST:
             middle = median(self._losses)
-            sigma = _TO_SIGMA * median(abs(loss - middle) for loss in self._losses)
+            sigma = _TO_SIGMA * median(abs(earlier - middle) for earlier in self._losses)
             # a standard deviation below a thousandth of the loss is a window without noise
             above = (loss - middle) / max(sigma, 1e-3 * abs(middle), 1e-12)
             if above > self._threshold:

@@ -21,6 +21,7 @@ from megaasync.data.identity import samples_of
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
 from megaasync.distributed.groups import choose_device, join_group, leave_group
+from megaasync.distributed.interrupts import noted_by
 from megaasync.pipeline import TrainingError
 from megaasync.train.build import CheckpointFiles, build_trainer
 from megaasync.train.checkpointing import sound_checkpoint
@@ -32,10 +33,13 @@ from megaasync.train.trainer import Trainer
 
 def _stop_on_signals(trainer: Trainer) -> None:
     """SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask for an end that all ranks agree on; after the last two a job goes on."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: trainer.request_stop())
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda *_: trainer.request_stop(requeue=True))
+    requeueing = (signal.SIGUSR1, signal.SIGUSR2)
+    former = [
+        *(signal.signal(number, lambda *_: trainer.request_stop()) for number in (signal.SIGINT, signal.SIGTERM)),
+        *(signal.signal(number, lambda *_: trainer.request_stop(requeue=True)) for number in requeueing),
+    ]
+    for number in noted_by(former):  # came before, and its exception was lost
+        trainer.request_stop(requeue=number in requeueing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGUSR2})
 
 

@@ -86,7 +86,10 @@ class TorchOptimizer:
             weights: z, if `sees_weights`; not written to.
             lr: if `sees_weights`, above 0.
         """
-        before, lr = (weights, lr) if self.sees_weights and weights is not None else (torch.zeros_like(grad), 1.0)
+        if self.sees_weights and weights is None:
+            raise TypeError(f"{self.factory.__name__}: its direction depends on the weights; give them")
+        before, lr = (weights, lr) if self.sees_weights else (torch.zeros_like(grad), 1.0)
+        assert before is not None
         moved = before.clone()
         if moved.numel() == 0:
             return moved

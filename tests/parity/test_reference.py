@@ -51,7 +51,7 @@ def test_no_clipping_and_a_bound_above_every_norm_leave_gradients_as_they_are(cl
     assert largest_gap(numbers.weights, by_hand.weights) < TOLERANCE
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow("engine")), "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_1f1b_equals_the_loop_without_delay(optimizer):
     config = small_config(optimizer, schedule__name="1f1b", parallel__pipeline=2)
     numbers = run(config)

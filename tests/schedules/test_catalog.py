@@ -19,7 +19,7 @@ from megaasync.schedules import (
     schedule_metrics,
     simulate,
 )
-from tests.support.tables import CHUNKS, LEGAL, SIZES, build, is_defined
+from tests.support.tables import LEGAL, SIZES, build, chunks_of, is_defined
 
 MODULES = {name: import_module(kind.build.__module__) for name, kind in SCHEDULES.items()}
 
@@ -66,7 +66,7 @@ def test_other_sizes_are_refused(name):
         if not is_defined(name, p, m, extra):
             with pytest.raises(ScheduleError, match=name):
                 build(name, p, m, extra=extra)
-    for virtual_stages in {1, 2, 3} - set(CHUNKS.get(name, (1,))):
+    for virtual_stages in {1, 2, 3} - set(chunks_of(name)):
         with pytest.raises(ScheduleError, match="stage.* per rank"):
             build(name, 2, 4, virtual_stages)
     if not kind.takes_extra_in_flight:

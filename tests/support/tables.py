@@ -13,6 +13,11 @@ SIZES = list(itertools.product(range(1, 7), range(1, 11)))  # (P, m)
 CHUNKS = {"interleaved_1f1b": (2, 3), "interleaved_2bw": (2, 3), "zbv": (2,), "wpipe": (2,)}
 
 
+def chunks_of(name):
+    """Stages per rank that are tried."""
+    return CHUNKS.get(name, (SCHEDULES[name].virtual_stages[0],))
+
+
 def build(name, ranks, microbatches, virtual_stages=None, extra=0, tied=False):
     return build_schedule(
         name,
@@ -41,7 +46,7 @@ LEGAL = [
     (name, p, m, virtual_stages, extra)
     for name, kind in SCHEDULES.items()
     for p, m in SIZES
-    for virtual_stages in CHUNKS.get(name, (1,))
+    for virtual_stages in chunks_of(name)
     for extra in ((0, 1, 2) if kind.takes_extra_in_flight else (0,))
     if is_defined(name, p, m, extra)
 ]

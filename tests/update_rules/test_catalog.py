@@ -1,5 +1,6 @@
 """What holds for every optimizer of the catalog, a new one included, and what each must have."""
 
+import copy
 from importlib import import_module
 from pathlib import Path
 
@@ -61,16 +62,21 @@ def rules_and_shapes():
 
 @pytest.mark.parametrize(("rule", "shape"), rules_and_shapes())
 def test_a_rule_takes_any_shape_and_keeps_no_gradient(rule, shape):
-    """Its state can be split along the first dimension, and a run that goes on at any count has the same directions."""
+    """Its state can be split along the first dimension, and another rule goes on from it with the same directions."""
     grads = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
     before = [grad.clone() for grad in grads]
     state = rule.init(torch.zeros(shape))
     assert state_elements(rule, shape) == sum(tensor.numel() for tensor in state.values())
     assert all(tensor.shape[0] == shape[0] for tensor in state.values())
     arguments = {"weights": torch.ones(shape), "lr": 0.1} if getattr(rule, "sees_weights", False) else {}
+    fresh, resumed = copy.deepcopy(rule), None
     for count, grad in enumerate(grads, start=1):
         moved = rule.direction(grad, state, count=count, **arguments)
         assert moved.shape == grad.shape and moved.dtype is torch.float32 and moved.isfinite().all()
+        if resumed is not None:  # a rule that has seen nothing of the first three
+            assert torch.equal(fresh.direction(grad, resumed, count=count, **arguments), moved)
+        elif count == 3:
+            resumed = copy.deepcopy(state)
     assert all(map(torch.equal, grads, before)), "a gradient is written to"
 
 

@@ -58,7 +58,7 @@ def ratios_of(line: Line, lines: Sequence[Line]) -> Ratios:
         return statistics.median(theirs.period / ours.period for theirs, ours in pairs)
 
     def find(engine: str, schedule: str) -> Line | None:
-        return next((line for line in lines if (line.case.engine, line.case.schedule) == (engine, schedule)), None)
+        return next((row for row in lines if (row.case.engine, row.case.schedule) == (engine, schedule)), None)
 
     torch_1f1b, plain = find("torch", "Schedule1F1B"), find("megaasync", "1f1b")
     best = min((row for row in lines if row.is_synchronous), key=median_period, default=None)

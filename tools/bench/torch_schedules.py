@@ -274,22 +274,22 @@ def run_real_rank(environment: RankEnvironment, case: Case, config: Config) -> t
         ends, losses = [], []
         for step in range(case.num_steps):
             microbatches = [source.get(step, i) for i in range(case.num_microbatches)]
-            for moved in updated:
-                moved.attach(step)
-            given = (torch.cat([microbatche.tokens_BS for microbatche in microbatches]),) if 0 in held else ()
+            for stage in updated:
+                stage.attach(step)
+            given = (torch.cat([microbatch.tokens_BS for microbatch in microbatches]),) if 0 in held else ()
             of_step: list[Tensor] = []
-            last = {"target": torch.cat([microbatche.labels_BS for microbatche in microbatches]), "losses": of_step}
+            last = {"target": torch.cat([microbatch.labels_BS for microbatch in microbatches]), "losses": of_step}
             schedule.step(*given, **(last if count - 1 in held else {}), return_outputs=False)
             terms = torch.zeros(2, dtype=torch.float64)
-            terms[0] = sum(sum_of_squares(moved.gradients.sum_of(step)) for moved in updated)
-            terms[1] = sum(moved.detach().double() for moved in of_step)
+            terms[0] = sum(sum_of_squares(stage.gradients.sum_of(step)) for stage in updated)
+            terms[1] = sum(loss.detach().double() for loss in of_step)
             dist.all_reduce(terms, group=norm_group)
             num_tokens = train.global_batch_size * model.seq_length
             norm = terms[0].item() ** 0.5 / num_tokens
             scale = min(1.0, (train.clip_grad_norm or float("inf")) / norm) / num_tokens
-            for moved in updated:
-                moved.optimizer.step(
-                    moved.gradients.sum_of(step), scale=scale, out=moved.versions.flat(0), lookahead_steps=0
+            for stage in updated:
+                stage.optimizer.step(
+                    stage.gradients.sum_of(step), scale=scale, out=stage.versions.flat(0), lookahead_steps=0
                 )
             ends.append(perf_counter())
             losses.append(terms[1].item() / num_tokens)

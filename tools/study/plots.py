@@ -33,9 +33,10 @@ def _name(mode: str) -> str:
     return mode.replace("EF", "error feedback")
 
 
-def _legend(figure: Figure, axis: Axes, note: str = "") -> None:
+def _legend(figure: Figure, note: str = "") -> None:
     """One legend for all panels, below them, where no line is; what bars mean stands under it."""
-    handles, labels = axis.get_legend_handles_labels()
+    by_label = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels())}
+    labels, handles = list(by_label), list(by_label.values())
     columns = min(len(labels), 4)
     legend = figure.legend(handles, labels, frameon=False, ncols=columns, loc="outside lower center", fontsize=9)
     if note:
@@ -73,19 +74,17 @@ def write_bars(path: Path, study: StudyConfig, cells: Sequence[Cell]) -> None:
         for place, cell in enumerate(cells):
             sample = cell.losses.get(mode)
             at = place + (number - (len(modes) - 1) / 2) * width
-            label = _name(mode) if place == 0 else None
             if sample is None or not math.isfinite(sample.mean):
                 axis.text(at, floor, "diverged" if sample else "", rotation=90, ha="center", va="bottom", fontsize=8)
                 continue
-            axis.bar(
-                at, sample.mean - floor, width * 0.92, bottom=floor, color=_COLORS[number % len(_COLORS)], label=label
-            )
+            color, high_of = _COLORS[number % len(_COLORS)], sample.mean - floor
+            axis.bar(at, high_of, width * 0.92, bottom=floor, color=color, label=_name(mode))
             axis.errorbar(at, sample.mean, yerr=sample.deviation, color="black", capsize=3, linewidth=1)
     names = [f"{cell.optimizer}\n{cell.variation}".strip() for cell in cells]
     axis.set_xticks(range(len(cells)), names)
     axis.set_ylim(floor, high + 0.05 * (high - floor))
     _finish(axis, title=study.title, x="", y="validation loss (the axis does not start at 0)")
-    _legend(figure, axis, _BARS.replace("points", "columns"))
+    _legend(figure, _BARS.replace("points", "columns"))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -127,7 +126,7 @@ def write_gaps(path: Path, study: StudyConfig, cells: Sequence[Cell]) -> None:
         axis.minorticks_off()
         first = next(iter(study.modes))
         _finish(axis, title=optimizer, x=study.axis, y=f"validation loss above {first}'s")
-    _legend(figure, axes[0][0], _BARS)
+    _legend(figure, _BARS)
     figure.suptitle(study.title, fontsize=12)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -164,7 +163,7 @@ def write_curves(path: Path, study: StudyConfig, results: Sequence[Result]) -> N
             room = 0.05 * (max(shown) - min(shown))
             axis.set_ylim(min(shown) - room, max(shown) + room)
         _finish(axis, title=optimizer, x="step", y="training loss")
-    _legend(figure, axes.flat[0])
+    _legend(figure)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -72,3 +72,16 @@ def test_equals_a_library(largest_side):
 
 def test_adamw_has_the_rest():
     assert_only_matrices_take(small_config("soap"), Soap)
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (3, 3), (5, 2, 4), (0, 3, 4)])
+def test_bases_that_are_refreshed_at_every_step_and_sides_without_one(shape):
+    """One matrix, stacks and an empty stack; sides longer than four keep their own axes."""
+    rule = Soap((0.9, 0.95), 1e-8, 1, 1, 4)
+    state = rule.init(torch.zeros(shape))
+    for count in range(1, 5):
+        grad = torch.randn(shape, generator=torch.Generator().manual_seed(count))
+        moved = rule.direction(grad, state, count=count)
+        assert moved.shape == grad.shape and moved.isfinite().all()
+    assert state["left_basis"].shape[-1] == (shape[-2] if shape[-2] <= 4 else 0)
+    assert state["right_basis"].shape[-1] == (shape[-1] if shape[-1] <= 4 else 0)

@@ -6,6 +6,7 @@ at best, and the program goes on as if nothing had been asked of it.
 """
 
 import signal
+from collections.abc import Iterable
 from types import FrameType
 
 
@@ -37,16 +38,17 @@ def note_interrupts(*numbers: int) -> NotedInterrupts:
     """Handle these signals, unless they are ignored, as nohup does; what was noted before is kept.
 
     Returns:
-        The handler, the same one at every call.
+        The handler; the one of an earlier call as long as it handles one of these signals.
     """
-    found = signal.getsignal(signal.SIGINT)
-    handler = found if isinstance(found, NotedInterrupts) else NotedInterrupts()
-    for number in numbers:
-        if signal.getsignal(number) is not signal.SIG_IGN:
+    former = [signal.getsignal(number) for number in (signal.SIGINT, *numbers)]
+    handler = next((found for found in former if isinstance(found, NotedInterrupts)), NotedInterrupts())
+    for number, found in zip((signal.SIGINT, *numbers), former, strict=True):
+        if number in numbers and found is not signal.SIG_IGN:
             signal.signal(number, handler)
     return handler
 
 
-def has_noted(handler: object) -> bool:
-    """Whether a signal's former handler is ours and a signal has come, which may have been lost since."""
-    return isinstance(handler, NotedInterrupts) and bool(handler.numbers)
+def noted_by(handlers: Iterable[object]) -> list[int]:
+    """Signals that former handlers have noted, and whose exceptions may have been lost since."""
+    found = {id(handler): handler.numbers for handler in handlers if isinstance(handler, NotedInterrupts)}
+    return [number for numbers in found.values() for number in numbers]
