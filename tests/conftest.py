@@ -1,5 +1,6 @@
 """Slow checks are chosen by area: `pytest -m slow --area engine`."""
 
+import gc
 import os
 import signal
 
@@ -27,10 +28,26 @@ def _warm_fork_server():
     from megaasync.entry import spawn
 
     start = spawn._start_fork_server
-    needed = ["megaasync.checkpoint.dcp_io", "torch.fx.experimental.symbolic_shapes", "tests.support.runs"]
+    needed = [
+        "megaasync.checkpoint.dcp_io",
+        "megaasync.update_rules.newton_schulz",
+        "torch.fx.experimental.symbolic_shapes",
+        "torch.utils._device",
+        "numpy.random",
+        "pytest",
+        "tests.parity.reference",
+        "tests.support.configs",
+        "tests.support.runs",
+    ]
     spawn._start_fork_server = lambda preload: start([*needed, *preload])
     yield
     spawn._start_fork_server = start
+
+
+def pytest_collection_finish():
+    """Two thousand tests and all that they import stay: collections of rubbish need not look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser):

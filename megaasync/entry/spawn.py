@@ -34,6 +34,7 @@ _GRACE_SECONDS = 28.0  # for a checkpoint, from an interrupt to the ranks' end b
 _LINGER_SECONDS = 2.0  # from one rank's failure to the others' end by force
 _HANG_MARGIN_SECONDS = 5.0  # beyond the ranks' own timeout, whose messages say more
 _PRELOAD = "megaasync.train.worker"
+_PRELOAD_LAST = "megaasync.entry.frozen_imports"
 _PR_SET_PDEATHSIG = 1
 _LOST = ("Connection closed by peer", "Connection reset by peer")
 _STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
@@ -145,7 +146,7 @@ def _start_fork_server(preload: Sequence[str]) -> ForkServerContext:
         # a launcher of Hydra's runs us in a process of its own kind, which plain ones cannot be told to be
         multiprocessing.set_start_method("forkserver", force=True)
     context = get_context("forkserver")
-    context.set_forkserver_preload([_PRELOAD, *preload])
+    context.set_forkserver_preload([_PRELOAD, *preload, _PRELOAD_LAST])
     resource_tracker.ensure_running()
     usual = tempfile.tempdir
     tempfile.tempdir = str(private_folder())  # where its sockets go

@@ -117,6 +117,7 @@ def test_a_hostile_tensor_is_refused(checkpoint, tmp_path):
     assert unpickled == "UNPICKLED []" and not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow("survive")
 def test_an_old_checkpoint_loads_through_the_classes_that_it_needs(checkpoint, tmp_path):
     expected = read_metadata(checkpoint)
     (checkpoint / TENSORS).unlink()
@@ -162,6 +163,7 @@ def test_torchs_own_reader_still_reads_what_is_written(checkpoint):
     assert {"master/layers.0.attention.query.weight", "gradient/1/layers.0.attention.query.weight"} <= metadata.keys()
 
 
+@pytest.mark.slow("survive")
 def test_files_and_folders_have_the_modes_that_the_umask_leaves(tmp_path):
     ran = subprocess.run(
         ["bash", "-c", 'umask 022; exec "$@"', "bash", sys.executable, "-m", "megaasync.pretrain", *RUN, "run.dir=run"],

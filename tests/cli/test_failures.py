@@ -1,5 +1,7 @@
 """Runs that cannot go on: numbers that are not finite, a full disk, a bad member of a sweep."""
 
+import pytest
+
 from tests.support.cli import TINY, metrics, pretrain, small_disk, summary
 
 
@@ -31,6 +33,7 @@ def test_weights_ruined_by_the_last_updates_are_no_success(tmp_path):
     assert summary(tmp_path / "run")["status"] == "failed"
 
 
+@pytest.mark.slow("survive")
 def test_a_diverged_run_of_a_launched_rank_is_a_failure_too(tmp_path):
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     arguments = [*TINY, "optimizer=sgd", "optimizer.lr=1e30", "train.steps=20", "run.dir=run"]

@@ -11,6 +11,7 @@ import pytest
 from megaasync.__main__ import COMMANDS
 from megaasync.cluster.record import code_hash
 from tests.support.cli import REPOSITORY, TINY, environment, pretrain, summary
+from tests.support.tiers import slow_params
 
 SHIMS = sorted(
     path.name for path in (REPOSITORY / "tools").glob("*.py") if path.stem not in ("__init__", "command_line")
@@ -57,7 +58,7 @@ def test_the_wheel_has_the_package_and_nothing_beside_it(wheel_site):
     assert code_hash(package) == code_hash(REPOSITORY / "megaasync")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", slow_params(list(COMMANDS), kept=range(0, len(COMMANDS), 3), area="out"))
 def test_every_command_of_the_wheel_explains_itself(wheel_site, tmp_path, name):
     ran = subprocess.run(
         [sys.executable, "-m", "megaasync", *name.split(), "--help"],

@@ -49,7 +49,8 @@ def kill_in(moment, process, folder, chance):
     process.communicate()
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow("survive"))])
+@pytest.mark.slow("survive")
+@pytest.mark.parametrize("kills", [3, 20])
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_been(tmp_path, started, uninterrupted, kills):
     """SIGKILL of everything at random moments, start-up and saves included; bit for bit, no sample lost or twice."""
     chance, folder = random.Random(kills), tmp_path / "run"
@@ -94,6 +95,7 @@ def test_a_signal_saves_and_the_run_goes_on_exactly(tmp_path, started, uninterru
     assert_same_end(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow("survive")
 def test_a_time_limit_saves_before_it_is_reached(tmp_path):
     began = time.time()
     ran = pretrain(*RECIPE, "train.steps=100000", "train.time_limit=15", "run.dir=run", cwd=tmp_path)

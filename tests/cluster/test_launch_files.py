@@ -185,6 +185,7 @@ def test_the_job_runs_what_was_planned_whatever_the_users_yaml_says_later(tmp_pa
     assert ran.returncode == 2 and "was that moved?" in ran.stderr and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow("cluster")
 def test_a_job_that_fails_before_its_first_row_keeps_what_was_planned(tmp_path):
     """It is started again from the same config.yaml."""
     done = launch(*SLURM, "cluster.submit=false", "run.dir=run", cwd=tmp_path)
@@ -265,6 +266,7 @@ def test_questions_to_the_launch_are_answered(tmp_path):
     assert done.returncode == 0 and "signal_seconds: 120" in done.stdout
 
 
+@pytest.mark.slow("cluster")
 def test_one_line_from_raw_text_to_a_job(tmp_path):
     """The page's line, with a small vocabulary and without a cluster: the 10B plan, and files that the job reads."""
     page = (REPOSITORY / "docs/cluster.md").read_text()

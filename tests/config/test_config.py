@@ -112,8 +112,8 @@ def test_numbers_as_yaml_gives_them():
         ({"schedule__name": "gpipe", "schedule__extra_in_flight": 1}, "gpipe has no extra forwards in flight; 1f1b"),
         ({"schedule__name": "1f1b", "schedule__sync_start_steps": 2}, "1f1b is synchronous all the time"),
         (
-            {"schedule__sync_start_steps": 12, "schedule__sync_cooldown_steps": 8},
-            "sync_start_steps=12 and .*_steps=8 leave no step of train.steps=20 to 2bw; set train.steps=21",
+            {"schedule__sync_start_steps": 5, "schedule__sync_cooldown_steps": 7},
+            "sync_start_steps=5 and .*_steps=7 leave no step of train.steps=12 to 2bw; set train.steps=13",
         ),
         (
             {"parallel__pipeline": 2, "parallel__layers_per_stage": [3, 2]},

@@ -217,6 +217,7 @@ def test_bad_bytes_can_be_replaced(tmp_path):
     assert "caf\ufffd au lait" in text
 
 
+@pytest.mark.slow("data")
 def test_four_processes_build_one_cache(tmp_path):
     code = (
         "import sys; from megaasync.config.schema import PythonStdlibData as D; "

@@ -173,6 +173,7 @@ def test_a_folder_is_read_with_the_folders_that_are_linked_into_it(tmp_path):
     assert [path.name for path in expand(str(tmp_path / "corpus"))] == ["b.jsonl", "a.jsonl"]
 
 
+@pytest.mark.slow("data")
 def test_how_much_the_tokenizer_saw_is_told(tmp_path):
     path = write_rows(tmp_path / "d.jsonl", [{"text": t} for t in TEXTS])
     said = []

@@ -35,7 +35,9 @@ TINY = [
 ]
 
 
-_WARM = WarmCommand()
+_WARM = WarmCommand(with_torch=True)
+_LIGHT = WarmCommand(with_torch=False)
+_READ_BY_PYTHON = ("PYTHON", "OMP_", "LD_", "LC_", "LANG")  # variables that matter before a command's first line
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Ran:
     out: str
     err: str
     seconds: float
+    loaded: frozenset[str] = frozenset()  # packages, if it was started warm
 
     @property
     def message(self) -> str:
@@ -72,12 +75,19 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "megaasync.pretrain", *arguments]
 
 
-def pretrain(*arguments: str, cwd: Path, timeout: float = 120, python: tuple[str, ...] = (), **env: str) -> Ran:
-    """The command to its end: warm, unless it is to start in another Python or environment."""
+def refused(*arguments: str, cwd: Path, timeout: float = 120) -> Ran:
+    """The command with what it should refuse before it imports torch, which the process it comes from has not."""
     start = perf_counter()
-    if not python and not env:
-        status, out, err = _WARM(list(arguments), cwd=cwd, environment=environment(), timeout=timeout)
-        return Ran(status, out, err, perf_counter() - start)
+    run = _LIGHT("megaasync.pretrain", list(arguments), cwd=cwd, environment=environment(), timeout=timeout)
+    return Ran(run.status, run.out, run.err, perf_counter() - start, run.loaded)
+
+
+def pretrain(*arguments: str, cwd: Path, timeout: float = 120, python: tuple[str, ...] = (), **env: str) -> Ran:
+    """The command to its end: warm, unless its Python is to start in another way."""
+    start = perf_counter()
+    if not python and not any(name.startswith(_READ_BY_PYTHON) for name in env):
+        run = _WARM("megaasync.pretrain", list(arguments), cwd=cwd, environment=environment(**env), timeout=timeout)
+        return Ran(run.status, run.out, run.err, perf_counter() - start, run.loaded)
     done = subprocess.run(
         [sys.executable, *python, "-m", "megaasync.pretrain", *arguments],
         cwd=cwd,
@@ -91,15 +101,9 @@ def pretrain(*arguments: str, cwd: Path, timeout: float = 120, python: tuple[str
 
 def tool(name: str, *arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess:
     """A tool by the path of its script, or by its module."""
-    called = [str(REPOSITORY / "tools" / name)] if name.endswith(".py") else ["-m", name]
-    return subprocess.run(
-        [sys.executable, *called, *arguments],
-        cwd=cwd,
-        env=environment(PYTHONPATH=str(REPOSITORY)),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    program = str(REPOSITORY / "tools" / name) if name.endswith(".py") else name
+    run = _WARM(program, list(arguments), cwd=cwd, environment=environment(), timeout=timeout)
+    return subprocess.CompletedProcess([program, *arguments], run.status, run.out, run.err)
 
 
 def metrics(folder: Path, kind: str = "train") -> list[dict]:

@@ -27,7 +27,7 @@ _SMALLER: dict[str, Any] = {
     },
     "parallel": {"timeout_seconds": 60.0},
     "train": {
-        "steps": 20,
+        "steps": 12,
         "global_batch_size": 8,
         "micro_batch_size": 2,
         "seed": 3,

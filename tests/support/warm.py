@@ -1,10 +1,12 @@
-"""`python -m megaasync.pretrain` without its second of imports: a process that has them forks for each call.
+"""Commands without their second of imports: a process that has them forks for each call.
 
 Ranks come from one fork server, which has torch already, and get the call's environment, folder and output. What is run
 is the command itself, in processes of its own; only how it came to be loaded differs. Tests of how a command starts, of
-signals to it and of its environment start it cold.
+signals to it and of what Python reads from its environment start it cold.
 """
 
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from dataclasses import dataclass
 from multiprocessing import forkserver, reduction
 from pathlib import Path
 from typing import Any
@@ -42,11 +45,14 @@ class Inherited:
         return spawn._rank_main(*args)
 
 
-def _become_the_command(call: dict[str, Any]) -> None:
+def _share_the_fork_server() -> None:
     from megaasync.entry import spawn
 
     forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None  # it is our parent's
     spawn._rank_main = Inherited()
+
+
+def _become_the_command(call: dict[str, Any]) -> None:
     os.chdir(call["cwd"])
     os.environ.clear()
     os.environ.update(call["environment"])
@@ -54,29 +60,35 @@ def _become_the_command(call: dict[str, Any]) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(file, number)
         os.close(file)
-    sys.argv[1:] = call["arguments"]
-    del sys.modules["megaasync.pretrain"]  # it is run as a program, from its beginning
-    runpy.run_module("megaasync.pretrain", run_name="__main__", alter_sys=True)
+    program = call["program"]
+    sys.argv[:] = [program, *call["arguments"]]
+    sys.modules.pop(program, None)  # it is run from its beginning
+    if program.endswith(".py"):
+        sys.path[0] = str(Path(program).parent)
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
-def serve() -> None:
+def serve(*, with_torch: bool) -> None:
     """Fork for every line of the standard input; answer with the status."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import hydra  # noqa: F401
-
-    import megaasync.pretrain
-    from megaasync.entry.spawn import _start_fork_server
-
-    assert megaasync.pretrain
-    _start_fork_server(NEEDED)
+    for name in ("hydra", "megaasync.pretrain"):
+        importlib.import_module(name)
+    if with_torch:
+        importlib.import_module("matplotlib.pyplot")  # for tools
+        importlib.import_module("megaasync.entry.spawn")._start_fork_server(NEEDED)
     for line in sys.stdin:
         call = json.loads(line)
         child = os.fork()
         if child == 0:
             status = 1
+            gc.freeze()  # what is loaded stays
             try:
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                if with_torch:
+                    _share_the_fork_server()
                 _become_the_command(call)
                 status = 0
             except SystemExit as end:
@@ -86,16 +98,29 @@ def serve() -> None:
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
+                Path(call["loaded"]).write_text(" ".join({name.split(".")[0] for name in sys.modules}))
                 os._exit(status)
         print(json.dumps({"pid": child}), file=answers, flush=True)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         print(json.dumps({"status": status}), file=answers, flush=True)
 
 
+@dataclass(frozen=True)
+class WarmRun:
+    """How a command ended, what it wrote, and the names of the packages that its process had loaded."""
+
+    status: int
+    out: str
+    err: str
+    loaded: frozenset[str]
+
+
 class WarmCommand:
     """The process; it is started at the first call."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_torch: bool) -> None:
+        """A process that has torch loaded, and a fork server for ranks; or neither, for what ends before."""
+        self._with_torch = with_torch
         self._process: subprocess.Popen | None = None
         self._lock = threading.Lock()
 
@@ -105,31 +130,32 @@ class WarmCommand:
         return json.loads(self._process.stdout.readline())
 
     def __call__(
-        self, arguments: list[str], *, cwd: Path, environment: dict[str, str], timeout: float
-    ) -> tuple[int, str, str]:
-        """(status, standard output, standard error) of one run.
+        self, program: str, arguments: list[str], *, cwd: Path, environment: dict[str, str], timeout: float
+    ) -> WarmRun:
+        """Run a module, or a script by its path, in a folder.
 
         Raises:
             TimeoutExpired: it took longer, and was killed.
         """
         with self._lock, tempfile.TemporaryDirectory() as scratch:
-            return self._run(arguments, cwd, environment, Path(scratch), timeout)
+            call = {"program": program, "arguments": arguments, "cwd": str(cwd), "environment": environment}
+            return self._run(call, {name: Path(scratch) / name for name in ("out", "err", "loaded")}, timeout)
 
-    def _run(
-        self, arguments: list[str], cwd: Path, environment: dict[str, str], scratch: Path, timeout: float
-    ) -> tuple[int, str, str]:
+    def _run(self, call: dict[str, Any], files: dict[str, Path], timeout: float) -> WarmRun:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", "from tests.support.warm import serve; serve()"],
-                cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+                [sys.executable, "-c", f"from tests.support.warm import serve; serve(with_torch={self._with_torch})"],
+                cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
-        out, err = scratch / "out", scratch / "err"
-        call = {"arguments": arguments, "cwd": str(cwd), "environment": environment, "out": str(out), "err": str(err)}
-        print(json.dumps(call), file=self._process.stdin, flush=True)
+        paths = {name: str(path) for name, path in files.items()}
+        print(json.dumps(call | paths), file=self._process.stdin, flush=True)
         child = self._answer(60)["pid"]
         ended = self._answer(timeout)
         if ended is None:
             os.kill(child, signal.SIGKILL)
             self._answer(60)
-            raise subprocess.TimeoutExpired(arguments, timeout, out.read_text(), err.read_text())
-        return ended["status"], out.read_text(), err.read_text()
+            written = (files[name].read_text() for name in ("out", "err"))
+            raise subprocess.TimeoutExpired([call["program"], *call["arguments"]], timeout, *written)
+        loaded = files["loaded"].read_text().split() if files["loaded"].exists() else ()
+        return WarmRun(ended["status"], files["out"].read_text(), files["err"].read_text(), frozenset(loaded))

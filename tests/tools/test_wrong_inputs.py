@@ -1,11 +1,8 @@
 """Wrong inputs to the tools end with status 2 and one last line that names key, value and remedy; no traceback."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.cli import REPOSITORY, environment
+from tests.support.cli import tool
 
 # command; words that the last line must hold
 ROWS = [
@@ -59,15 +56,7 @@ ROWS = [
 @pytest.mark.parametrize(("name", "arguments", "words"), ROWS, ids=[f"{r[0]} {' '.join(r[1])}" for r in ROWS])
 def test_a_wrong_input_is_one_message(tmp_path, name, arguments, words):
     (tmp_path / "few.txt").write_text("hello world\n")
-    called = [str(REPOSITORY / "tools" / name)] if name.endswith(".py") else ["-m", name]
-    ran = subprocess.run(
-        [sys.executable, *called, *arguments],
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(REPOSITORY)),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ran = tool(name, *arguments, cwd=tmp_path)
     assert ran.returncode == 2 and "Traceback" not in ran.stdout + ran.stderr, ran.stderr
     last = ran.stderr.strip().splitlines()[-1]
     assert "error: " in last
