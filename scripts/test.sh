@@ -14,4 +14,4 @@ if [ "${1:-}" = "--slow" ]; then
     exec "$PYTHON" -m pytest -m slow ${area:+--area "$area"} -s "$@"
 fi
 # Nothing here is timed, and half of it waits: workers share the cores, each with whole files, whose runs it keeps.
-exec "$PYTHON" -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"
+exec "$PYTHON" -m pytest -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder "$@"

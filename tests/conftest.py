@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-# Tests compute on tensors of a few kilobytes, two workers at a time on two cores: more threads only get in the way.
+# Tests compute on tensors of a few kilobytes, three workers at a time on two cores: more threads only get in the way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Hundreds of commands are started: bytecode that is kept saves each of them half a second.

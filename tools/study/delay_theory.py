@@ -334,7 +334,7 @@ def write_picture(path: Path, name: str, theory: Theory, curves: list[Curve]) ->
     for axis in (left, right):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"Muon under delay: {name} (left: the legend below; right: bars are deviations over seeds)")
+    figure.suptitle(f"Muon under delay: {name} (error bars: standard deviation over seeds)")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
