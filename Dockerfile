@@ -52,7 +52,8 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 RUN python -c "import torch; version = tuple(map(int, torch.__version__.split('.')[:2])); \
 assert (2, 11) <= version < (2, 14), f'torch {torch.__version__} is not 2.11 to 2.13; take another BASE_IMAGE'" \
     && if [ "${GPU}" = 1 ]; then \
-        python -c "import torch, transformer_engine.pytorch, apex, fused_weight_gradient_mlp_cuda"; \
+        python -c "import torch, transformer_engine.pytorch, apex, fused_weight_gradient_mlp_cuda" \
+        && python -m megaasync.tools.bench.te_signatures installed=true; \
     fi \
     && python -m megaasync.pretrain --help > /dev/null
 

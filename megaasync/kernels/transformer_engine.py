@@ -1,7 +1,8 @@
 """NVIDIA's Transformer Engine behind our names; the only file that uses it.
 
 Parameters stay ours: its modules hold them under the same names, or use views of them. Weight gradients go into
-`main_grad`, in float32, by its own accumulation. Written against release 2.20.2, whose signatures the tests read.
+`main_grad`, in float32, by its own accumulation. Releases 2.14 to 2.20 are known (`te_contract`); the tests read
+their signatures.
 
 What is shared between weight versions, and what is not: every version's module is a copy of its own, with quantised
 weights of its own, so an FP8 copy of one version is never used with another. The offered FP8 recipes scale by what they
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megaasync.kernels.backend import Kernels, RouterConfig, TensorSplit
+from megaasync.kernels.te_contract import Features
 from megaasync.kernels.weight_gradients import WeightGradientQueue
 
 _RECIPES = {"current": "Float8CurrentScaling", "block": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
@@ -84,10 +86,17 @@ class _ExpertLinear(nn.Module):
     weight_gradients: WeightGradientQueue | None = None
 
     def __init__(
-        self, module: nn.Module, *, num_experts: int, pads: tuple[nn.Module, nn.Module] | None, splits: bool
+        self,
+        module: nn.Module,
+        *,
+        num_experts: int,
+        pads: tuple[nn.Module, nn.Module] | None,
+        splits_backward: bool,
+        splits_on_host: bool,
     ) -> None:
         super().__init__()
-        self._hidden, self._num_experts, self._pads, self._splits = (module,), num_experts, pads, splits
+        self._hidden, self._num_experts, self._pads = (module,), num_experts, pads
+        self._splits_backward, self._splits_on_host = splits_backward, splits_on_host
 
     def backward_dw(self) -> None:
         """The weight gradients that a split backward has put aside, oldest microbatch first."""
@@ -108,18 +117,19 @@ class _ExpertLinear(nn.Module):
     def forward(self, x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
         """[R, I] rows sorted by expert to [R, O]."""
         module = self._use(weight_EOI)
-        if self._splits:
+        if self._splits_backward:
             x_RI = _Finish.apply(x_RI, self)
         y_RO = self._multiply(module, x_RI, counts_E)
         return _Fresh.apply(y_RO, self, weight_EOI)
 
     def _multiply(self, module: nn.Module, x_RI: Tensor, counts_E: Tensor) -> Tensor:
+        """`counts_E` is on the host: `tokens_per_expert`."""
         if self._pads is None:
-            return module(x_RI, m_splits=counts_E)
+            return module(x_RI, m_splits=counts_E.tolist() if self._splits_on_host else counts_E)
         pad, unpad = self._pads
         sizes = counts_E.tolist()
         padded, padded_sizes = pad(x_RI, m_splits=sizes)
-        splits = torch.tensor(padded_sizes, dtype=torch.int64)
+        splits = padded_sizes if self._splits_on_host else torch.tensor(padded_sizes, dtype=torch.int64)
         return unpad(module(padded, m_splits=splits), m_splits=sizes)
 
 
@@ -168,6 +178,7 @@ class TransformerEngineKernels:
         device: torch.device,
         splits_backward: bool,
         fp8: str,
+        features: Features,
     ) -> None:
         """The backend.
 
@@ -178,7 +189,9 @@ class TransformerEngineKernels:
             device: of the rank.
             splits_backward: the schedule has weight gradients apart.
             fp8: `none`, or the recipe of matrix products.
+            features: of the release.
         """
+        self._features = features
         self._te, self._reference, self._device, self._dtype = engine, reference, device, dtype
         self._splits = splits_backward
         self._recipe = None
@@ -284,13 +297,19 @@ class TransformerEngineKernels:
         pads = None
         if self._recipe is not None:
             pads = (self._te.Fp8Padding(num_gemms=num_experts), self._te.Fp8Unpadding(num_gemms=num_experts))
-        return _ExpertLinear(module, num_experts=num_experts, pads=pads, splits=self._splits)
+        return _ExpertLinear(
+            module,
+            num_experts=num_experts,
+            pads=pads,
+            splits_backward=self._splits,
+            splits_on_host=self._features.splits_on_host,
+        )
 
     def topk_routing(self, logits_TE: Tensor, bias_E: Tensor, config: RouterConfig) -> tuple[Tensor, Tensor]:
         """Fused, where its conventions are ours."""
         is_sigmoid = config.score_function == "sigmoid"
         is_same = (config.normalize_top_k and config.top_k > 1) if is_sigmoid else config.bias_update_rate == 0
-        if not is_same:
+        if not is_same or not self._features.topk_indices:
             return self._reference.topk_routing(logits_TE, bias_E, config)
         probabilities_TE, experts_TK = self._te.router.fused_topk_with_score_function(
             logits=logits_TE,
@@ -345,6 +364,7 @@ class TransformerEngineKernels:
                 has_gradient=has_gradient,
             )
         logits_1CV = logits_CV.detach().unsqueeze(0).requires_grad_()
+        overwrite = {"overwrite_input": True} if self._features.overwrite_input else {}
         with torch.enable_grad():
             losses_1C = self._te.parallel_cross_entropy(
                 inp=logits_1CV,
@@ -352,7 +372,7 @@ class TransformerEngineKernels:
                 reduce_loss=False,
                 dist_process_group=group.handle,
                 ignore_idx=-100,
-                overwrite_input=True,
+                **overwrite,
             )
             (grad_1CV,) = torch.autograd.grad(losses_1C.sum(), logits_1CV)
         return losses_1C.detach().view(-1), grad_1CV.squeeze(0)

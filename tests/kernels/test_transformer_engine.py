@@ -4,10 +4,9 @@ import ast
 import copy
 import importlib
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,18 +15,23 @@ import torch
 from megaasync.config import ConfigError, validate
 from megaasync.entry.spawn import RankFailed, spawn_ranks
 from megaasync.kernels.choose import choose_kernels
+from megaasync.kernels.te_contract import NEEDED, ROUTER, TE, Features, features_of
 from megaasync.nn.torch_kernels import TORCH_KERNELS
+from tests.support.cli import tool
 from tests.support.configs import small_config
 from tests.support.runs import assert_same_run, put_together, run, run_rank
-from tests.support.te_stand_in import SIGNATURES, TE, Recorder, install, signature_of
+from tests.support.te_stand_in import Recorder, install, signatures
+from tests.support.tiers import slow_params
+from tools.bench.te_signatures import RELEASES, signature_of
 
 REPOSITORY = Path(__file__).parents[2]
 ADAPTER = REPOSITORY / "megaasync" / "kernels" / "transformer_engine.py"
-HOLDERS = {"self._te": TE, "self._te.router": f"{TE}.router"}
+HOLDERS = {"self._te": TE, "self._te.router": ROUTER}
+OPTIONAL = {"topk_indices", "overwrite_input"}  # passed where a release has them: `te_contract.Features`
 
 
 def wrong_keywords(source):
-    """Keywords that the adapter gives to a name of Transformer Engine which does not take them; and unknown names."""
+    """Keywords that the adapter gives to a name of Transformer Engine and the contract does not list; unknown names."""
     found, seen = [], set()
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -36,29 +40,69 @@ def wrong_keywords(source):
         if module is None:
             continue
         name = node.func.attr
-        if name not in SIGNATURES[module]:
+        if (module, name, "") not in NEEDED:
             found.append(f"{module} has no {name}")
             continue
-        seen.add(name)
-        takes = SIGNATURES[module][name]["takes"]
-        parameters = signature_of(module, name, "__init__" if "__init__" in takes else "").parameters
+        seen.add((module, name, ""))
         if name != "checkpoint":
             assert not node.args, f"{name}: by keyword only, so that a new order cannot hurt"
-            found += [f"{name}({keyword.arg}=)" for keyword in node.keywords if keyword.arg not in parameters]
-            given = {keyword.arg for keyword in node.keywords}
-            needed = [
-                parameter
-                for parameter in parameters.values()
-                if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-            ]
-            found += [f"{name} needs {key}" for key in (item.name for item in needed) if key not in given]
+            given = {keyword.arg for keyword in node.keywords} - {None}
+            found += [f"{name}({keyword}=)" for keyword in given - set(NEEDED[module, name, ""]) - OPTIONAL]
     return found, seen
 
 
-def test_every_keyword_exists_in_the_real_source():
-    found, seen = wrong_keywords(ADAPTER.read_text())
+def test_the_contract_lists_what_the_adapter_passes():
+    """Every keyword is listed, everything listed is passed, and methods are what the stand-in sees called."""
+    source = ADAPTER.read_text()
+    found, seen = wrong_keywords(source)
     assert found == []
-    assert seen == set(SIGNATURES[TE]) | {"fused_topk_with_score_function"}  # all that was read is used
+    assert seen == {key for key in NEEDED if not key[2]}
+    words = {word for passed in NEEDED.values() for word in passed} - {"inp"}
+    assert [word for word in sorted(words) if f"{word}=" not in source] == []
+
+
+FEATURES = {
+    "2.14.0": Features(splits_on_host=True, topk_indices=False, overwrite_input=False),
+    "2.19.0": Features(),
+    "2.20.2": Features(),
+}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_each_release_has_is_read_from_its_signatures(release):
+    assert features_of(partial(signature_of, signatures(release))) == FEATURES[release]
+
+
+UNUSABLE = [
+    ({f"{TE} moe_permute": None}, "it has no moe_permute"),
+    (
+        {f"{TE} GroupedLinear": "num_gemms, in_features, out_features, bias"},
+        "its GroupedLinear takes no fuse_wgrad_acc",
+    ),
+    ({f"{TE} GroupedLinear forward": "inp, splits"}, "its GroupedLinear.forward takes no m_splits"),
+    ({f"{TE} Fp8Padding": "num_gemms, align_size"}, "its Fp8Padding also wants align_size"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), UNUSABLE, ids=[words for _, words in UNUSABLE])
+def test_a_release_that_cannot_be_used_is_named_by_what_it_lacks(changes, message):
+    """Each one with `auto` is a line and torch's kernels, with `te` a refusal, before any layer is made."""
+    changed = {key: takes for key, takes in {**signatures("2.20.2"), **changes}.items() if takes is not None}
+    with pytest.raises(ImportError, match=message):
+        features_of(partial(signature_of, changed))
+
+
+def test_auto_goes_on_with_torch_where_the_release_cannot_be_used(monkeypatch):
+    install_here(Recorder(), monkeypatch)
+    monkeypatch.delattr(sys.modules[TE], "moe_permute")
+    said: list[str] = []
+    how = {"reference": TORCH_KERNELS, "splits_backward": False, "notify": said.append}
+    config, device = small_config(train__dtype="bfloat16"), torch.device("cuda")
+    with pytest.raises(ConfigError, match="kernels=te: Transformer Engine is of a release .*it has no moe_permute"):
+        choose_kernels(replace(config, kernels="te"), device=device, **how)
+    assert choose_kernels(replace(config, kernels="auto"), device=device, **how) is TORCH_KERNELS
+    (line,) = said
+    assert "it has no moe_permute); 2.14 to 2.20 can; going on with kernels=torch" in line
 
 
 @pytest.mark.parametrize(
@@ -82,7 +126,7 @@ def test_a_misspelt_keyword_is_noticed(word, monkeypatch):
 
 
 HOW = {"reference": TORCH_KERNELS, "dtype": torch.float32, "device": torch.device("cpu"), "splits_backward": False,
-       "fp8": "none"}  # fmt: skip
+       "fp8": "none", "features": Features()}  # fmt: skip
 
 
 def install_here(recorder, monkeypatch):
@@ -92,27 +136,25 @@ def install_here(recorder, monkeypatch):
     install(recorder)
 
 
-def test_the_signatures_are_those_of_the_pinned_wheel(tmp_path):
+@pytest.mark.parametrize("release", slow_params(RELEASES, kept=(2,), area="engine"))
+def test_the_signatures_are_those_of_the_release(tmp_path, release):
     """Downloaded and read again; skipped where there is no package index."""
-    out = tmp_path / "read.json"
-    command = [sys.executable, "-m", "tools.bench.te_signatures", f"out={out}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ), check=False)
+    done = tool("tools.bench.te_signatures", f"release={release}", "out=read.json", cwd=tmp_path)
     if "cannot be downloaded" in done.stderr:
         pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr
-    assert json.loads(out.read_text()) == json.loads(Path(__file__).parents[1].joinpath(
-        "support", "te_signatures.json").read_text())  # fmt: skip
+    assert done.returncode == 0 and "can be used" in done.stdout, done.stderr
+    assert json.loads((tmp_path / "read.json").read_text()) == signatures(release)
 
 
-def te_rank(environment, config):
+def te_rank(environment, config, release):
     """A run with the stand-in; on every rank its numbers and what was called."""
-    recorder = Recorder()
+    recorder = Recorder(release)
     install(recorder)
     return run_rank(environment, config), [(name, method) for name, method, _ in recorder.calls]
 
 
-def run_te(config):
-    parts = spawn_ranks(te_rank, (replace(config, kernels="te"),), world_size=config.world_size)
+def run_te(config, release=RELEASES[-1]):
+    parts = spawn_ranks(te_rank, (replace(config, kernels="te"), release), world_size=config.world_size)
     numbers = parts[0][0]
     numbers.weights = put_together([part[0] for part in parts], config)
     return numbers, {call for part in parts for call in part[1]}
@@ -165,6 +207,16 @@ def test_the_adapter_gives_the_reference_s_numbers(case):
     if case == "padded":
         expected |= {("autocast", "__init__"), ("Fp8Padding", "forward"), ("Fp8Unpadding", "forward")}
     assert expected <= calls, expected - calls
+
+
+@pytest.mark.parametrize("fp8", ["none", "current"])
+def test_an_older_release_gives_the_reference_s_numbers(fp8):
+    """2.14: rows by lists, torch's router, a cross entropy that is told nothing of its memory."""
+    config = small_config(train__steps=4)
+    ours, calls = run_te(replace(config, train=replace(config.train, fp8=fp8)), "2.14.0")
+    assert_same_run(run(config), ours, tolerance=1e-9)
+    assert {("GroupedLinear", "forward"), ("parallel_cross_entropy", ""), ("moe_permute", "")} <= calls
+    assert ("fused_topk_with_score_function", "") not in calls
 
 
 def mixed_rank(environment, config):

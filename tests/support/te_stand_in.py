@@ -1,11 +1,11 @@
-"""A stand-in for Transformer Engine: its real signatures (te_signatures.json), with torch's mathematics behind them.
+"""A stand-in for Transformer Engine: real signatures of a release (te_signatures), with torch's mathematics behind.
 
 It records every call, refuses a keyword that the real source does not have, and keeps the real conventions that the
 adapter must meet: sequence-parallel rows are scattered along the first dimension, weight gradients go to `main_grad`
 and wait for `backward_dw` if they were told to, permuted rows of one expert come in no promised order.
 """
 
-import inspect
+import functools
 import json
 import sys
 from pathlib import Path
@@ -17,34 +17,48 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-SIGNATURES = json.loads(Path(__file__).with_name("te_signatures.json").read_text())["signatures"]
-TE = "transformer_engine.pytorch"
+from megaasync.kernels.te_contract import RECIPES, ROUTER, TE
+from tools.bench.te_signatures import RELEASES, signature_of
+
+FOLDER = Path(__file__).with_name("te_signatures")
 
 
-def signature_of(module, name, method=""):
-    """The real one, as an inspect.Signature."""
-    scope = {}
-    exec(f"def function({SIGNATURES[module][name]['takes'][method]}): pass", scope)
-    return inspect.signature(scope["function"])
+def signatures(release):
+    """What each name of a release takes, as its source says."""
+    return json.loads((FOLDER / f"{release}.json").read_text())
 
 
 class Recorder:
-    """Calls by name."""
+    """Calls by name, bound to the signatures of a release."""
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, release=RELEASES[-1]):
+        self.calls, self.signatures = [], signatures(release)
+
+    def signature_of(self, module, name, method=""):
+        """The real one; KeyError for a name that the release has not."""
+        return signature_of(self.signatures, module, name, "" if method == "__init__" else method)
 
     def __deepcopy__(self, memo):
         return self
 
     def bind(self, module, name, method, args, kwargs):
         """Record a call; TypeError for what the real one does not take."""
-        bound = signature_of(module, name, method).bind(*args, **kwargs)
+        bound = self.signature_of(module, name, method).bind(*args, **kwargs)
         self.calls.append((name, method, bound.arguments))
         return bound.arguments
 
     def names(self):
         return {name for name, _, _ in self.calls}
+
+
+def copy_function(function):
+    """Another function that does the same, for another signature."""
+
+    @functools.wraps(function)
+    def again(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return again
 
 
 class _Product(torch.autograd.Function):
@@ -144,9 +158,13 @@ def make_engine(recorder):
         def forward(self, *args, **kwargs):
             given = recorder.bind(TE, "GroupedLinear", "forward", args, kwargs)
             splits = given["m_splits"]
-            assert splits.dtype is torch.int64 and splits.shape == (self.given["num_gemms"],)
+            if "List" in recorder.signature_of(TE, "GroupedLinear", "forward").parameters["m_splits"].annotation:
+                assert type(splits) is list and len(splits) == self.given["num_gemms"]
+            else:
+                assert splits.dtype is torch.int64 and splits.shape == (self.given["num_gemms"],)
+                splits = splits.tolist()
             weights = [getattr(self, f"weight{number}") for number in range(self.given["num_gemms"])]
-            return _Product.apply(given["inp"], self, splits.tolist(), *weights)
+            return _Product.apply(given["inp"], self, splits, *weights)
 
     class RMSNorm(nn.Module):
         def __init__(self, *args, **kwargs):
@@ -295,9 +313,18 @@ def make_engine(recorder):
     te.parallel_cross_entropy, te.Fp8Padding, te.Fp8Unpadding = parallel_cross_entropy, Padding, Unpadding
     te.router = router
     router.fused_topk_with_score_function = fused_topk_with_score_function
-    for name in SIGNATURES["transformer_engine.common.recipe"]:
+    for name in ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"):
         setattr(recipes, name, type(name, (), {}))
-    return {TE: te, router.__name__: router, recipes.__name__: recipes}
+    modules = {TE: te, ROUTER: router, RECIPES: recipes}
+    for key in recorder.signatures:
+        module, name, *method = key.split()
+        owner = getattr(modules[module], name)
+        signed = getattr(owner, method[0]) if method else owner
+        if method and method[0] not in vars(owner):  # a base's, which other classes share
+            signed = copy_function(signed)
+            setattr(owner, method[0], signed)
+        signed.__signature__ = recorder.signature_of(module, name, *method)
+    return modules
 
 
 def install(recorder):

@@ -1,47 +1,33 @@
-"""Read from Transformer Engine's own source what it takes: the signatures that our adapter is tested against.
+"""Read from Transformer Engine's own source what it takes, and say whether our adapter can use that release.
 
-    python -m tools.bench.te_signatures [wheel=FILE] [out=tests/support/te_signatures.json]
+    python -m tools.bench.te_signatures [release=2.20.2] [wheel=FILE] [installed=true] [out=FILE]
 
-Without a wheel, pip downloads the pinned one (1 MB, Python sources only, nothing is installed). Nothing of it is run:
-classes and functions are found with ast, by following the imports of the modules that name them.
+By default pip downloads the release's wheel (1 MB, Python sources only, nothing is installed); `installed=true` reads
+the sources that this Python would import, as the build of an image does. Nothing of them is run: classes and functions
+are found with ast, by following the imports of the modules that name them. `out` gets the signatures as JSON, which is
+what the tests read (tests/support/te_signatures). The status is 1 if the release cannot be used.
 """
 
 import ast
+import importlib.util
+import inspect
 import json
 import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megaasync.config import ConfigError
+from megaasync.kernels.te_contract import NEEDED, features_of
 
 from ..command_line import one_message, read_pairs, wants_help
 
-VERSION = "2.20.2"
-NAMES = {  # by module: what the adapter uses, and of classes which methods
-    "transformer_engine.pytorch": {
-        "Linear": ("__init__", "forward", "backward_dw"),
-        "GroupedLinear": ("__init__", "forward", "backward_dw"),
-        "RMSNorm": ("__init__",),
-        "DotProductAttention": ("__init__", "forward"),
-        "Fp8Padding": ("__init__", "forward"),
-        "Fp8Unpadding": ("__init__", "forward"),
-        "moe_permute": (),
-        "moe_unpermute": (),
-        "parallel_cross_entropy": (),
-        "autocast": ("__init__",),
-        "checkpoint": (),
-    },
-    "transformer_engine.pytorch.router": {"fused_topk_with_score_function": ()},
-    "transformer_engine.common.recipe": {
-        "Float8CurrentScaling": (),
-        "Float8BlockScaling": (),
-        "MXFP8BlockScaling": (),
-    },
-}
+RELEASES = ("2.14.0", "2.19.0", "2.20.2")  # that the tests read
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +35,16 @@ class Options:
     """Where to read and write.
 
     Attributes:
-        wheel: file; null downloads it.
-        out: file.
+        release: to download.
+        wheel: file to read instead.
+        installed: read what is installed instead.
+        out: file for the signatures; null writes none.
     """
 
+    release: str = RELEASES[-1]
     wheel: str | None = None
-    out: str = "tests/support/te_signatures.json"
+    installed: bool = False
+    out: str | None = None
 
 
 class Sources:
@@ -113,36 +103,49 @@ class Sources:
 
 
 def parameters_of(function: ast.FunctionDef) -> str:
-    """As Python would write them, self left out and every default as None: `a, b=None, *rest, c=None, **more`."""
+    """As Python would write them, self left out and every default as None: `a: int, b: str = None, *rest, **more`."""
     given = function.args
     positional = [*given.posonlyargs, *given.args]
     required = len(positional) - len(given.defaults)
-    found = [parameter.arg + ("=None" if number >= required else "") for number, parameter in enumerate(positional)]
+    found = [_written(parameter, number >= required) for number, parameter in enumerate(positional)]
     found = [argument for argument in found if argument != "self"]
     if given.vararg or given.kwonlyargs:
         found.append("*" + (given.vararg.arg if given.vararg else ""))
     for parameter, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        found.append(parameter.arg + ("" if default is None else "=None"))
+        found.append(_written(parameter, default is not None))
     return ", ".join(found + (["**" + given.kwarg.arg] if given.kwarg else []))
 
 
-def signatures(root: Path) -> dict[str, dict[str, Any]]:
-    """By module and name: where it is defined, and what it takes."""
+def _written(parameter: ast.arg, has_default: bool) -> str:
+    annotation = "" if parameter.annotation is None else f": {ast.unparse(parameter.annotation)}"
+    return parameter.arg + annotation + (" = None" if has_default else "")
+
+
+def signatures(root: Path) -> dict[str, str]:
+    """What each name that the adapter uses takes, by "module name method"; names that are not there are left out."""
     sources, found = Sources(root), {}
-    for module, names in NAMES.items():
-        found[module] = {}
-        for name, methods in names.items():
+    for module, name, method in NEEDED:
+        with suppress(ConfigError, FileNotFoundError):
             where, node = sources.find(module, name)
-            if isinstance(node, ast.FunctionDef):
-                takes = {"": parameters_of(node)}
-            else:
-                takes = {method: parameters_of(sources.method(where, node, method)) for method in methods}
-            found[module][name] = {"defined in": where, "takes": takes}
+            function = node if isinstance(node, ast.FunctionDef) else sources.method(where, node, method or "__init__")
+            found[" ".join((module, name, method)).strip()] = parameters_of(function)
     return found
 
 
-def read_wheel(wheel: Path | None) -> dict[str, dict[str, Any]]:
-    """The signatures of a wheel, by default of the pinned release, which is downloaded.
+def signature_of(written: dict[str, str], module: str, name: str, method: str) -> inspect.Signature:
+    """One of `signatures`, as Python has it.
+
+    Raises:
+        KeyError: the release has no such name.
+    """
+    scope: dict[str, Any] = {}
+    takes = written[" ".join((module, name, method)).strip()]
+    exec(f"from __future__ import annotations\ndef function({takes}): pass", scope)
+    return inspect.signature(scope["function"])
+
+
+def read_wheel(wheel: Path | None, *, release: str) -> dict[str, str]:
+    """The signatures of a wheel, by default of a release, which is downloaded.
 
     Raises:
         ConfigError: it cannot be had.
@@ -151,15 +154,27 @@ def read_wheel(wheel: Path | None) -> dict[str, dict[str, Any]]:
         if wheel is None:
             command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", scratch]
             done = subprocess.run(
-                [*command, f"transformer_engine=={VERSION}"], capture_output=True, text=True, check=False
+                [*command, f"transformer_engine=={release}"], capture_output=True, text=True, check=False
             )
             if done.returncode != 0:
                 last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise ConfigError(f"transformer_engine=={VERSION}: cannot be downloaded ({last}); give wheel=FILE")
+                raise ConfigError(f"transformer_engine=={release}: cannot be downloaded ({last}); give wheel=FILE")
             (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(Path(scratch) / "unpacked")
         return signatures(Path(scratch) / "unpacked")
+
+
+def installed_root() -> Path:
+    """The folder that holds the package which this Python would import.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or spec.origin is None:
+        raise ConfigError("installed=true: Transformer Engine is not installed; install it, or give release=")
+    return Path(spec.origin).parents[1]
 
 
 def main() -> None:
@@ -167,11 +182,26 @@ def main() -> None:
     if wants_help(Options, __doc__):
         return
     with one_message():
-        options = read_pairs(Options, sys.argv[1:], parse=lambda key, value: value)
-        found = read_wheel(None if options.wheel is None else Path(options.wheel))
-        Path(options.out).write_text(json.dumps({"version": VERSION, "signatures": found}, indent=1) + "\n")
-        count = sum(map(len, found.values()))
-        print(f"wrote {options.out}: {count} names of transformer_engine {VERSION}")
+        options = read_pairs(Options, sys.argv[1:], parse=_parse)
+        wheel = None if options.wheel is None else Path(options.wheel)
+        found = signatures(installed_root()) if options.installed else read_wheel(wheel, release=options.release)
+        if options.out is not None:
+            Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+        what = "the installed release" if options.installed else options.wheel or f"release {options.release}"
+        try:
+            features = features_of(partial(signature_of, found))
+        except ImportError as error:
+            print(f"Transformer Engine, {what}: cannot be used: {error}")
+            sys.exit(1)
+        print(f"Transformer Engine, {what}: can be used; {features}")
+
+
+def _parse(key: str, value: str) -> str | bool:
+    if key != "installed":
+        return value
+    if value not in ("true", "false"):
+        raise ConfigError(f"installed={value}: true or false")
+    return value == "true"
 
 
 if __name__ == "__main__":
