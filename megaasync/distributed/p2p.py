@@ -1,7 +1,7 @@
 """One FIFO per peer and direction, fixed shape, no handshake: order alone says which message is which.
 
-Receives are posted ahead; a send is waited for only when many more have been made after it. Stages on one rank hand
-tensors over without a message.
+Receives are posted ahead, as far as they are permitted; a send is waited for only when many more have been made after
+it. Stages on one rank hand tensors over without a message.
 """
 
 from collections import deque
@@ -47,21 +47,29 @@ class Receiver:
         self._spec, self._group = spec, group
         self._prefetch_recvs, self._timeout = prefetch_recvs, timeout
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
-        self._unposted = 0
+        self._permitted = 0  # and not posted
 
-    def post_recvs(self, num_messages: int) -> None:
-        """So many more messages will come; some receives are posted at once."""
-        self._unposted += num_messages
+    def permit(self, num_messages: int = 1) -> None:
+        """So many more receives may be posted; some are at once.
+
+        Raises:
+            TransportError: the peer is gone.
+        """
+        self._permitted += num_messages
         self._post()
 
     def _post(self) -> None:
-        while self._unposted and len(self._posted) < self._prefetch_recvs:
+        while self._permitted and len(self._posted) < self._prefetch_recvs:
             buffer = self._spec.empty()
-            self._posted.append((dist.irecv(buffer, self.peer, group=self._group), buffer))
-            self._unposted -= 1
+            try:
+                work = dist.irecv(buffer, self.peer, group=self._group)
+            except RuntimeError as error:
+                raise TransportError("the connection is lost", peer=self.peer, is_lost=True) from error
+            self._posted.append((work, buffer))
+            self._permitted -= 1
 
     def recv(self) -> Tensor:
-        """The next message; waits for it.
+        """The next message, for which a receive was permitted; waits for it.
 
         Raises:
             TransportError: it did not come in time, or the peer is gone.
@@ -70,12 +78,6 @@ class Receiver:
         self._post()
         wait(work, self._timeout, peer=self.peer)
         return buffer
-
-    def cancel(self) -> None:
-        """No more messages come: the sender pads those already posted for (`Sender.send_padding`)."""
-        self._unposted = 0
-        while self._posted:
-            self.recv()
 
 
 def wait(work: dist.Work, timeout: timedelta | None, *, peer: int | None) -> None:
@@ -135,11 +137,6 @@ class Sender:
         self._outstanding.append((work, tensor))
         if len(self._outstanding) > self._max_outstanding:
             wait(self._outstanding.popleft()[0], self._timeout, peer=self.peer)
-
-    def send_padding(self, num_unsent: int, *, prefetch_recvs: int) -> None:
-        """Answer the receives that the peer posted ahead for messages that will not be sent after all."""
-        for _ in range(min(num_unsent, prefetch_recvs)):
-            self.send(self._spec.empty())
 
     def flush(self) -> None:
         """Wait until everything has gone out."""

@@ -1,7 +1,6 @@
 """All channels of one rank: one FIFO per peer and direction, and local ones between its own stages."""
 
 import itertools
-from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -78,8 +77,6 @@ class Channels:
         self._transport, self._groups, self._rank, self.peers = transport, groups, rank, peers
         self._receivers: dict[tuple[str, int], Receiver] = {}  # by direction and peer
         self._senders: dict[tuple[str, int], Sender] = {}
-        self._taking: Counter[tuple[str, int]] = Counter()  # stages that share the channel
-        self._sending: Counter[tuple[str, int]] = Counter()
         self._into: dict[tuple[str, int], Receiver | LocalChannel] = {}  # by direction and stage
         self._out_of: dict[tuple[str, int], Sender | LocalChannel] = {}
         links = set()  # of all ranks: group, sender, receiver
@@ -107,7 +104,6 @@ class Channels:
                 max_outstanding=transport.max_outstanding,
                 timeout=transport.timeout,
             )
-        self._sending[key] += 1
         return self._senders[key]
 
     def _receiver(self, direction: str, peer: int) -> Receiver:
@@ -120,7 +116,6 @@ class Channels:
                 prefetch_recvs=transport.prefetch_recvs,
                 timeout=transport.timeout,
             )
-        self._taking[key] += 1
         return self._receivers[key]
 
     @property
@@ -149,19 +144,15 @@ class Channels:
         """Send what a stage has made to the stage after (forward) or before it (backward)."""
         self._out_of[direction, stage].send(tensor)
 
-    def post_recvs(self, num_microbatches: int, *, directions: tuple[str, ...] = ("forward", "backward")) -> None:
-        """Every stage will get so many messages per direction."""
-        for key, receiver in self._receivers.items():
-            if key[0] in directions:
-                receiver.post_recvs(num_microbatches * self._taking[key])
+    def permit(self, direction: str, peer: int) -> None:
+        """Post one more receive for a message from a rank of the pipeline, as soon as few enough wait for theirs."""
+        self._receivers[direction, peer].permit()
 
-    def close(self, num_unsent: int) -> None:
-        """Leave no message and no receive behind; `num_unsent` microbatches were cut off by a stop."""
-        for key, sender in self._senders.items():
-            sender.send_padding(num_unsent * self._sending[key], prefetch_recvs=self._transport.prefetch_recvs)
-        for receiver in self._receivers.values():
-            receiver.cancel()
-        self.flush()
+    def permit_for(self, direction: str, stage: int, num_messages: int) -> None:
+        """The same for the next messages of a stage, if they come from another rank."""
+        source = self._into.get((direction, stage))
+        if isinstance(source, Receiver):
+            source.permit(num_messages)
 
     def flush(self) -> None:
         """Wait until all messages have gone out: peers need them to come to the step at which this rank ends."""

@@ -20,6 +20,7 @@ from megaasync.pipeline.stage_compute import StageCompute
 from megaasync.pipeline.step_runner import StepRunner
 from megaasync.pipeline.step_stats import StepResult
 from megaasync.schedules import COMPUTE_OPS, Action, Op, Phase, PipelineSchedule, Segment, unroll
+from megaasync.schedules.receives import Channel, LastNeeds, UpcomingReceives
 
 _GRAD_NORM = "the global gradient norm"
 _LAYERS = "the ranks that share its layers (parallel.tensor, parallel.expert)"
@@ -108,6 +109,7 @@ class Executor:
         self._evaluation_group = channels.max_outstanding if len(stages) > 1 else 1
         self._schedule: PipelineSchedule | None = None
         self._segment: Segment | None = None
+        self._needs: dict[int, LastNeeds] = {}  # by id of the schedule, which they keep
 
     @property
     def skipped(self) -> list[int]:
@@ -138,12 +140,13 @@ class Executor:
         schedule = self._schedule = phase.schedule
         segment = self._segment = Segment(schedule, first_step, end_step)
         self.runner.begin(phase, segment)
+        upcoming = UpcomingReceives(segment, rank=self.place.rank, needs=self._needs_in(schedule), flush=flush)
         with self._located("the start of a segment"):
-            self._channels.post_recvs((end_step - first_step) * schedule.num_microbatches)
+            self._permit(upcoming.start())
         actions = unroll(schedule, segment, rank=self.place.rank, flush=flush)
         try:
             for action in actions:
-                self._run_noted(action)
+                self._run_noted(action, upcoming)
                 yield from self.runner.take_new_results()
             with self._located(f"step {segment.end}, the global gradient norm"):
                 self.runner.wait_for_results()
@@ -153,7 +156,7 @@ class Executor:
             self._wait_for_all()
             raise
         with self._located("the end of a segment"):
-            self._channels.close((end_step - segment.end) * schedule.num_microbatches)
+            self._channels.flush()
 
     def close(self) -> None:
         """End what runs in the background; the executor runs nothing after."""
@@ -164,11 +167,24 @@ class Executor:
         with suppress(TransportError):
             self._sum_over_ranks(torch.zeros(1, device=self.place.device))
 
-    def _run_noted(self, action: Action) -> None:
-        """Run one action; an error in it tells where in the table it was."""
+    def _needs_in(self, schedule: PipelineSchedule) -> LastNeeds:
+        """Of this rank's receives; the phases of a run have few schedules, and many segments."""
+        if id(schedule) not in self._needs:
+            self._needs[id(schedule)] = LastNeeds(schedule, rank=self.place.rank)
+        return self._needs[id(schedule)]
+
+    def _permit(self, channels: list[Channel]) -> None:
+        """Receives that may be posted, one for each mention of a channel."""
+        for op, sender in channels:
+            self._channels.permit("forward" if op is Op.F else "backward", sender)
+
+    def _run_noted(self, action: Action, upcoming: UpcomingReceives) -> None:
+        """Run one action, and post the receives that it makes possible; an error tells where in the table it was."""
         self.heartbeat.beat(action.describe())
         try:
+            self._permit(upcoming.before(action))
             self._run[action.op](action)
+            self._permit(upcoming.after(action))
         except TrainingError:
             raise
         except TransportError as error:
@@ -230,11 +246,14 @@ class Executor:
         A rank with several stages takes a group of microbatches through one stage before the next, so that the other
         ranks have something to do meanwhile.
         """
-        self._channels.post_recvs(len(numbers), directions=("forward",))
+        if len(self.stages) == 1:  # its messages need nothing of this rank
+            self._channels.permit_for("forward", self.stages[0].place.index, len(numbers))
         total = torch.zeros(3, dtype=torch.float64, device=self.place.device)
         for first in range(numbers.start, numbers.stop, self._evaluation_group):
             group = range(first, min(first + self._evaluation_group, numbers.stop))
             for stage, number in itertools.product(self.stages, group):  # stages in the order of the model
+                if number == group.start and len(self.stages) > 1:
+                    self._channels.permit_for("forward", stage.place.index, len(group))
                 is_fed = stage.place.is_first or stage.place.is_last or stage.needs_mask
                 microbatch = source.get(0, number) if is_fed else None
                 x = None if stage.place.is_first else self._channels.recv("forward", stage.place.index)

@@ -24,7 +24,7 @@ def message(number):
     return torch.randn(SPEC.shape, generator=torch.Generator().manual_seed(number))
 
 
-def slow_receiver(environment, count, unsent):
+def slow_receiver(environment, count):
     """Rank 0 sends and drops its tensors at once; rank 1 takes its time."""
     join_group(environment, device=SPEC.device, timeout=TIMEOUT)
     group = dist.new_group()
@@ -35,36 +35,29 @@ def slow_receiver(environment, count, unsent):
             sender.send(message(number))
             torch.full(SPEC.shape, float("nan"))  # takes freed memory, if it was freed
             assert len(sender._outstanding) <= 6, "sent tensors pile up"
-        sender.send_padding(unsent, prefetch_recvs=POSTED)
         sender.flush()
     else:
         receiver = Receiver(0, SPEC, group, prefetch_recvs=POSTED, timeout=TIMEOUT)
-        receiver.post_recvs(count + unsent)
+        receiver.permit(count)
         for number in range(count):
             if number % 10 == 0:
                 time.sleep(0.05)
             intact.append(torch.equal(receiver.recv(), message(number)))
-        receiver.cancel()
+            assert len(receiver._posted) == min(POSTED, count - 1 - number), "more or fewer receives than permitted"
     # the channel is clean: what is sent next arrives first
     if environment.rank == 0:
         sender.send(message(-7 % 1000))
         sender.flush()
     else:
-        receiver.post_recvs(1)
+        receiver.permit()
         intact.append(torch.equal(receiver.recv(), message(-7 % 1000)))
     leave_group()
     return intact
 
 
 def test_two_hundred_messages_arrive_unchanged_at_a_slow_receiver():
-    _, intact = spawn_ranks(slow_receiver, (200, 0), world_size=2)
+    _, intact = spawn_ranks(slow_receiver, (200,), world_size=2)
     assert len(intact) == 201 and all(intact)
-
-
-def test_a_cut_leaves_no_message_behind():
-    for unsent in (1, 2, 30):
-        _, intact = spawn_ranks(slow_receiver, (5, unsent), world_size=2)
-        assert len(intact) == 6 and all(intact)
 
 
 def silent_sender(environment, dies):
@@ -81,7 +74,7 @@ def silent_sender(environment, dies):
         time.sleep(6)
         return None
     receiver = Receiver(0, SPEC, group, prefetch_recvs=POSTED, timeout=timedelta(seconds=2))
-    receiver.post_recvs(2)
+    receiver.permit(2)
     receiver.recv()
     start = time.monotonic()
     with pytest.raises(TransportError) as raised:
