@@ -10,7 +10,7 @@ from megaasync.config.schema import Config
 
 # groups and keys that may differ between two starts of the same run; everything else decides its numbers
 _NOT_DECISIVE = ("run", "cluster", "logging", "checkpoint", "debug", "dry_run")
-_NOT_DECISIVE_OF = {"train": ("time_limit",), "parallel": ("timeout_seconds",), "data": ("cache_dir",)}
+_NOT_DECISIVE_OF = {"train": ("time_limit",), "parallel": ("timeout_seconds", "p2p_channels"), "data": ("cache_dir",)}
 
 
 def without(group: Any, names: Sequence[str]) -> Any:

@@ -127,15 +127,6 @@ def prepare_gloo() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 
-def prepare_cuda() -> None:
-    """Before CUDA starts: as many hardware queues as there are streams, which communicate side by side.
-
-    With fewer, a collective in the background and one of the layers could stand in one queue, in another order on
-    another rank, and wait for each other.
-    """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
-
 def variables() -> MutableMapping[str, str]:
     """This process's environment, as those it starts get it."""
     return os.environ

@@ -2,6 +2,7 @@
 
 import ipaddress
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -9,31 +10,57 @@ import torch
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from megaasync.config import ConfigError
 from megaasync.distributed import DeviceError, TransportError
-from megaasync.distributed.environment import RankEnvironment, cpu_count, prepare_cuda, prepare_gloo
+from megaasync.distributed.environment import RankEnvironment, cpu_count, prepare_gloo, variables
+from megaasync.distributed.gpu_environment import GpuNeeds, own_gpu, prepare_gpu
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # containers and imports take different times on different hosts
 
 
-def choose_device(name: str, *, local_rank: int) -> torch.device:
-    """The device that `device=` means on this rank.
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def choose_device(
+    name: str,
+    *,
+    local_rank: int,
+    local_world_size: int = 1,
+    needs: GpuNeeds = GpuNeeds(),  # noqa: B008 - frozen
+    notify: Callable[[str], None] = _say_nothing,
+) -> torch.device:
+    """The device that `device=` means on this rank; where it is a GPU, the environment is prepared for it.
+
+    Args:
+        name: cpu, cuda or auto.
+        local_rank: this rank's number on its host.
+        local_world_size: ranks of its host.
+        needs: what the environment follows.
+        notify: told what was changed of it.
 
     Raises:
-        DeviceError: cuda was asked for and is not there; names the host.
+        DeviceError: cuda was asked for and is not there, or the rank has no GPU of its own; names the host.
+        ConfigError: the environment would hang the run.
     """
-    prepare_cuda()
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise DeviceError(
             f"device=cuda: torch sees no CUDA device on {socket.gethostname()}; look at its driver, or set device=cpu"
         )
-    if local_rank >= torch.cuda.device_count():
-        raise DeviceError(
-            f"device={name}: rank {local_rank} of {socket.gethostname()} has no GPU of its own (there are "
-            f"{torch.cuda.device_count()}); start at most one rank per GPU, or look at the host's driver"
+    for line in prepare_gpu(variables(), needs, has_started=torch.cuda.is_initialized()):
+        notify(line)
+    try:
+        number = own_gpu(
+            variables(),
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            num_visible=torch.cuda.device_count(),
         )
-    return torch.device("cuda", local_rank)
+    except ConfigError as error:
+        raise DeviceError(f"device={name}: {socket.gethostname()}, {error}") from None
+    return torch.device("cuda", number)
 
 
 def _meeting_store(environment: RankEnvironment, *, timeout: timedelta) -> dist.Store:
@@ -74,6 +101,19 @@ def _listen(host: str, port: int, environment: RankEnvironment) -> socket.socket
     return listener
 
 
+def _claim_gpu(store: dist.Store, uuid: str, *, rank: int) -> None:
+    """No two ranks have one GPU: NCCL would say so in its own words, or hang.
+
+    Raises:
+        DeviceError: another rank has it.
+    """
+    if store.add(f"gpu {uuid}", 1) > 1:
+        raise DeviceError(
+            f"rank {rank} of {socket.gethostname()} has the GPU of another rank ({uuid}); start at most one rank per "
+            "GPU, and look at CUDA_VISIBLE_DEVICES and at the binding of GPUs to tasks"
+        )
+
+
 def join_group(environment: RankEnvironment, *, device: torch.device, timeout: timedelta) -> None:
     """Make the default process group; nothing for a single rank. One thread per rank where ranks share the cores.
 
@@ -98,6 +138,8 @@ def join_group(environment: RankEnvironment, *, device: torch.device, timeout: t
         store = _meeting_store(environment, timeout=timeout)
         # torchrun keeps its store when it starts ranks again, with the addresses of those that are gone in it
         store = dist.PrefixStore(f"restart {environment.restart}", store)
+        if device.type == "cuda":
+            _claim_gpu(store, str(torch.cuda.get_device_properties(device).uuid), rank=environment.rank)
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
             store=store,

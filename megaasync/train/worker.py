@@ -20,11 +20,13 @@ from megaasync.config.schema import Config, ConfigError, DockerCluster, SlurmClu
 from megaasync.data.identity import samples_of
 from megaasync.data.prepare import PreparedData
 from megaasync.distributed.environment import RankEnvironment
+from megaasync.distributed.gpu_environment import GpuNeeds
 from megaasync.distributed.groups import choose_device, join_group, leave_group
 from megaasync.distributed.interrupts import noted_by
 from megaasync.pipeline import TrainingError
 from megaasync.train.build import CheckpointFiles, build_trainer
 from megaasync.train.checkpointing import sound_checkpoint
+from megaasync.train.determinism import repeat_exactly
 from megaasync.train.output import RunOutput
 from megaasync.train.preflight import preflight
 from megaasync.train.rank_job import RankJob
@@ -41,6 +43,10 @@ def _stop_on_signals(trainer: Trainer) -> None:
     for number in noted_by(former):  # came before, and its exception was lost
         trainer.request_stop(requeue=number in requeueing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGUSR2})
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _as_rank_0_says(said: Any) -> Any:
@@ -104,8 +110,16 @@ def run_rank(
     on_cluster = isinstance(config.cluster, SlurmCluster | DockerCluster)
     wants_gpu = on_cluster and config.cluster.gpus_per_node and config.device == "auto"
     # a GPU bound to each task is the only one that it sees
-    local_rank = 0 if getattr(config.cluster, "gpus_per_task", None) else environment.local_rank
-    device = choose_device("cuda" if wants_gpu else config.device, local_rank=local_rank)
+    is_bound = bool(getattr(config.cluster, "gpus_per_task", None))
+    device = choose_device(
+        "cuda" if wants_gpu else config.device,
+        local_rank=0 if is_bound else environment.local_rank,
+        local_world_size=1 if is_bound else environment.local_world_size,
+        needs=GpuNeeds(config.parallel.pipeline, config.parallel.p2p_channels, config.train.deterministic),
+        notify=_say if environment.rank == 0 else lambda line: None,
+    )
+    if config.train.deterministic:
+        repeat_exactly()
     join_group(environment, device=device, timeout=timedelta(seconds=config.parallel.timeout_seconds))
     folder, resume, identity = _as_rank_0_says((job.folder, job.resume, job.prepared.identity))
     prepared = replace(job.prepared, identity=identity)
@@ -119,7 +133,7 @@ def run_rank(
             falls_back=_is_own_choice(resume, folder, config),
             rank=environment.rank,
             world_size=environment.world_size,
-            notify=lambda line: print(line, file=sys.stderr, flush=True),
+            notify=_say,
         )
     if environment.rank == 0:  # nothing of the run was touched before it was clear what it goes on from
         rollback_to(folder, 0 if resume is None else read_meta(resume)["step"])

@@ -18,6 +18,8 @@ class ParallelConfig:
             wpipe, else 1.
         layers_per_stage: layers of each stage, in the order of the model; null assigns them so that the most expensive
             stage, embedding and head included, is as cheap as it can be.
+        p2p_channels: most NCCL channels, and so blocks of a GPU, for the messages between two ranks; null leaves that
+            to NCCL.
         timeout_seconds: longest wait for another rank's message; then the run ends and says who was waited for.
     """
 
@@ -29,3 +31,4 @@ class ParallelConfig:
     virtual_stages: Annotated[int | None, Range(at_least=1)]
     layers_per_stage: tuple[int, ...] | None
     timeout_seconds: Annotated[float, Range(above=0)]
+    p2p_channels: Annotated[int | None, Range(at_least=1)] = None

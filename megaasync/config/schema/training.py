@@ -32,6 +32,7 @@ class TrainingConfig:
         document_mask: tokens attend within their own document only, and not over the whole sequence.
         fp8: recipe of the layers' matrix products, with kernels=te: `current` scales by each tensor, `block` and
             `mxfp8` by blocks of it; `none` computes in dtype.
+        deterministic: on a GPU, algorithms that repeat bit for bit, and are slower; a CPU's do anyway.
     """
 
     steps: Annotated[int, Range(at_least=1)]
@@ -54,3 +55,4 @@ class TrainingConfig:
     loss_chunk_tokens: Annotated[int | None, Range(at_least=1)] = 1024
     document_mask: bool = False
     fp8: Literal["none", "current", "block", "mxfp8"] = "none"
+    deterministic: bool = False
