@@ -1,7 +1,6 @@
 """The stages of one rank: modules, initial weights, versions, optimizer, and the backend that computes them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from megaasync.kernels.choose import choose_kernels
 from megaasync.models.initialize import initialize_
 from megaasync.models.transformer import DecoderStage, ModelParallelGroups
 from megaasync.nn.layer_context import LayerContext
-from megaasync.nn.precision import at_least_float32
+from megaasync.nn.precision import at_least_float32, default_dtype
 from megaasync.nn.recompute import Recompute
 from megaasync.nn.tensor_parallel import TensorParallel
 from megaasync.nn.torch_kernels import TORCH_KERNELS
@@ -28,17 +27,7 @@ from megaasync.pipeline.stage_update import StageUpdate
 from megaasync.plan.sizes import DTYPES, REPLICAS, StageBuffers, StageSizes
 from megaasync.schedules import PipelineSchedule
 from megaasync.train.groups import Groups
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Modules made within have this dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+from megaasync.train.kernel_check import difference_of
 
 
 def _initial_weights(module: DecoderStage, config: Config, sizes: StageSizes, *, rank: int) -> list[Tensor]:
@@ -75,7 +64,7 @@ def build_stage(
     splits = ModelParallelGroups(TensorParallel(groups.tensor, config.parallel.sequence_parallel), groups.expert)
     recompute = Recompute(config.train.recompute, kernels.checkpoint)
     context = LayerContext(kernels, recompute, config.train.loss_chunk_tokens)
-    with _default_dtype(dtype), device:
+    with default_dtype(dtype), device:
         module = DecoderStage(config.model, sizes.layers, splits, context)
     initial = _initial_weights(module, config, sizes, rank=mesh.rank)
     optimizer = StageOptimizer(
@@ -115,6 +104,28 @@ def build_stage(
     return compute, update
 
 
+def _checked(kernels: Kernels, config: Config, *, device: torch.device, notify: Callable[[str], None]) -> Kernels:
+    """The backend that `auto` has found, if two layers of it compute what torch's do; else torch's.
+
+    No GPU has run the adapter's tests yet: what nobody has asked for must first show that it is right here.
+    """
+    try:
+        fault = difference_of(
+            kernels,
+            TORCH_KERNELS,
+            config.model,
+            dtype=DTYPES[config.train.dtype],
+            device=device,
+            is_fp8=config.train.fp8 != "none",
+        )
+    except Exception as error:  # of a library that has never been tried here: of any kind
+        fault = f"it ends with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if fault is None:
+        return kernels
+    notify(f"kernels={kernels.name} does not pass its check on two layers: {fault}; going on with kernels=torch")
+    return TORCH_KERNELS
+
+
 def agreed_kernels(
     config: Config, group: RankGroup, *, device: torch.device, splits_backward: bool, notify: Callable[[str], None]
 ) -> Kernels:
@@ -131,6 +142,8 @@ def agreed_kernels(
         )
     except ConfigError as error:  # the others must hear of it before they wait for this rank
         fault = error
+    if config.kernels == "auto" and kernels is not TORCH_KERNELS:
+        kernels = _checked(kernels, config, device=device, notify=notify)
     without = torch.full((), float(kernels is TORCH_KERNELS), device=device)
     group.all_reduce(without)
     count = int(without.item())
