@@ -17,6 +17,7 @@ from torch import Tensor
 from megaasync.fields import ConfigError
 from megaasync.update_rules.update_rule import State
 
+_OF_KERNELS = ("fused", "capturable")  # arguments that say how, for GPUs, and not what: trials are on a CPU, without
 _TRIAL = {1: (5,), 2: (5, 7)}  # shapes for trials; no two sides alike, so that a state's sides can be told
 
 
@@ -114,7 +115,12 @@ class TorchOptimizer:
         for name in self.anatomy.group_counters:
             optimizer.param_groups[0][name] = count - 1
         for index, parameter in enumerate(parameters):
-            counters = {name: torch.tensor(float(count - 1)) for name in self.anatomy.counters}
+            # kernels that read the count themselves want it where the parameter is
+            device = parameter.device if any(optimizer.defaults.get(name) for name in _OF_KERNELS) else "cpu"
+            counters = {
+                name: torch.tensor(float(count - 1), dtype=torch.float32, device=device)
+                for name in self.anatomy.counters
+            }
             optimizer.state[parameter] = {**self._views(state, index), **counters}
 
     def _take_out(self, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], state: State) -> None:
@@ -165,8 +171,12 @@ def torch_optimizer_rule(target: str, arguments: Mapping[str, Any], *, is_matrix
     for name, ours in (("lr", "optimizer.lr"), ("weight_decay", "optimizer.weight_decay (decoupled)")):
         if name in arguments:
             raise ConfigError(f"optimizer.arguments.{name}={arguments[name]}: set {ours}")
+    for name in _OF_KERNELS:
+        if name in arguments and name not in inspect.signature(factory).parameters:
+            raise ConfigError(f"optimizer.arguments.{name}={arguments[name]}: {target} takes no {name}; leave it out")
+    tried = {name: value for name, value in arguments.items() if name not in _OF_KERNELS}
     try:
-        anatomy = _anatomy(factory, arguments, target, shape=_TRIAL[2 if is_matrix_rule else 1])
+        anatomy = _anatomy(factory, tried, target, shape=_TRIAL[2 if is_matrix_rule else 1])
     except ConfigError:
         raise
     except Exception as error:

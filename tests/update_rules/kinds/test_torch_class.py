@@ -26,6 +26,7 @@ def assert_same(mine, expected, names, atol):
     ("target", "arguments", "own"),
     [
         ("torch.optim.AdamW", {"betas": [0.9, 0.95]}, "adamw"),
+        ("torch.optim.AdamW", {"betas": [0.9, 0.95], "fused": True}, "adamw"),
         ("pytorch_optimizer.Lion", {"betas": [0.9, 0.99]}, "lion"),
         ("pytorch_optimizer.Adan", {"betas": [0.98, 0.92, 0.99]}, "adan"),
     ],
@@ -62,6 +63,25 @@ def test_moves_a_matrix_as_the_class_does_by_itself(target):
         np.testing.assert_allclose(
             mine[-1][name].numpy(), torch.stack(list(parameters)).view(starts[name].shape).numpy(), rtol=0, atol=1e-9
         )
+
+
+@pytest.mark.parametrize("argument", ["fused", "capturable"])
+def test_counts_are_where_a_gpu_s_kernel_reads_them(argument):
+    """The trial, on a CPU, does without the argument; meta stands for a GPU here."""
+    for given, device in (({argument: True}, "meta"), ({}, "cpu")):
+        rule = torch_optimizer_rule("torch.optim.AdamW", given, is_matrix_rule=False)
+        parameter = torch.nn.Parameter(torch.zeros(3, device="meta"), requires_grad=False)
+        optimizer = torch.optim.AdamW([parameter])
+        optimizer.defaults.update(given)
+        rule._put_in(optimizer, [parameter], rule.init(parameter), 4)
+        count = optimizer.state[parameter]["step"]
+        assert count.device.type == device and count.dtype is torch.float32
+        assert device == "meta" or count.item() == 3
+
+
+def test_a_class_without_the_argument_is_named():
+    with pytest.raises(ConfigError, match=r"optimizer.arguments.fused=True: torch.optim.Rprop takes no fused; leave"):
+        torch_optimizer_rule("torch.optim.Rprop", {"fused": True}, is_matrix_rule=False)
 
 
 def test_arguments_are_names_and_values():
