@@ -45,6 +45,7 @@ and not (os.environ['GPU'] == '1' and r.startswith('torch'))))" > /tmp/requireme
         python -m pip install ${PIP_OPTIONS} --no-build-isolation "${TRANSFORMER_ENGINE}"; \
     fi
 COPY megaasync megaasync
+COPY tools tools
 # hadolint ignore=DL3042
 RUN --mount=type=cache,target=/root/.cache/pip \
     python -m pip install ${PIP_OPTIONS} --no-deps --force-reinstall .

@@ -73,7 +73,7 @@ setup(
         "matplotlib>=3.8",
     ],
     extras_require={
-        "gpu": ["transformer-engine[pytorch]>=2.3"],
+        "gpu": ["transformer-engine[pytorch]>=2.14"],
         "eval": ["lm-eval>=0.4.9", "transformers>=4.50"],
         "docs": DOCS,
         "dev": [

@@ -20,6 +20,13 @@ def test_the_dockerfile_is_clean():
     assert done.returncode == 0, done.stdout
 
 
+def test_the_image_installs_the_tools():
+    """As megaasync.tools: pip finds them beside the package, so they must be there before it is installed."""
+    lines = (REPOSITORY / "Dockerfile").read_text().splitlines()
+    installs = [number for number, line in enumerate(lines) if "--no-deps --force-reinstall ." in line]
+    assert len(installs) == 1 and lines.index("COPY tools tools") < installs[0]
+
+
 def test_the_run_script_mounts_and_quotes(tmp_path):
     folder = tmp_path / "with blank"
     folder.mkdir()
@@ -101,6 +108,7 @@ def test_the_image_builds_on_a_cpu_base_and_trains_inside(tmp_path, buildah):
     arguments = [*TINY, "train.steps=3", "parallel.pipeline=2", "run.dir=/tmp/run"]
     out = buildah("run", container, "--", "python", "-m", "megaasync.pretrain", *arguments)
     assert "completed after 3 steps" in out
+    assert "bench" in buildah("run", container, "--", "megaasync", "bench", "pipeline", "--help")
     out = buildah(
         "run", container, "--", "python", "-m", "tools.study.quickstart", "train.steps=4", "train.eval_sequences=8",
         "data.cache_dir=/tmp/cache",
