@@ -27,7 +27,7 @@ from megaasync.distributed.interrupts import noted_by
 from megaasync.entry.console import tolerate_console
 from megaasync.entry.file_errors import explain_file_error
 from megaasync.entry.private_folder import private_folder
-from megaasync.pipeline import TrainingError
+from megaasync.pipeline import MemoryFullError, TrainingError
 from megaasync.schedules import ScheduleError
 
 _GRACE_SECONDS = 28.0  # for a checkpoint, from an interrupt to the ranks' end by force
@@ -106,7 +106,8 @@ def _rank_main(
     except BaseException as error:
         is_user_error = isinstance(error, ConfigError | DataError | ScheduleError)
         is_file = isinstance(error, OSError) and not isinstance(error, ConnectionError)
-        own = is_user_error or is_file or isinstance(error, TrainingError | TransportError)  # their message is enough
+        # of these the message is enough
+        own = is_user_error or is_file or isinstance(error, TrainingError | MemoryFullError | TransportError)
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         message = str(error) if own else f"{type(error).__name__}: {error}{notes}"
         message = explain_file_error(error) if is_file else message
@@ -115,7 +116,7 @@ def _rank_main(
         ended = _Ended(
             error=message,
             is_user_error=is_user_error,
-            is_retryable=not (is_user_error or isinstance(error, TrainingError)),
+            is_retryable=not (is_user_error or isinstance(error, TrainingError | MemoryFullError)),
             details=details,
             lost_peer=lost_peer,
             unknown_cause=isinstance(error, TransportError) and error.peer is None,

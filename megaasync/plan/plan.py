@@ -32,6 +32,7 @@ from megaasync.update_rules.update_rule import state_elements
 
 _HOP = 0.3  # of a forward
 _GIB = 2**30
+_RESERVE = 0.1  # of a GPU's memory, for what the plan does not count
 _HBM_BYTES = 3.0e12  # per second, for the elementwise part of a step
 
 
@@ -226,6 +227,13 @@ def _warnings(config: Config, ranks: list[dict[str, Any]], *, is_asynchronous: b
             found.append(
                 f"{name} needs {size_text(line['total_bytes'])}, more than cluster.gpu_memory_gib={limit:g}; raise "
                 "parallel.pipeline, parallel.expert or parallel.tensor, or lower train.micro_batch_size"
+            )
+        elif limit is not None and line["total_bytes"] > (1 - _RESERVE) * limit * _GIB:
+            found.append(
+                f"{name} needs {size_text(line['total_bytes'])} of cluster.gpu_memory_gib={limit:g}, which leaves less "
+                f"than {_RESERVE:.0%} for what is not counted here: CUDA's context, communicators, workspaces, "
+                "fragments, experts with more than their share; set train.recompute=selective, or lower "
+                "train.micro_batch_size"
             )
         if is_asynchronous and line.get("update_seconds", 0.0) > line.get("slack_seconds", 0.0):
             found.append(

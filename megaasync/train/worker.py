@@ -27,6 +27,7 @@ from megaasync.pipeline import TrainingError
 from megaasync.train.build import CheckpointFiles, build_trainer
 from megaasync.train.checkpointing import sound_checkpoint
 from megaasync.train.determinism import repeat_exactly
+from megaasync.train.memory import explained_memory
 from megaasync.train.output import RunOutput
 from megaasync.train.preflight import preflight
 from megaasync.train.rank_job import RankJob
@@ -144,7 +145,7 @@ def run_rank(
         launched = _as_rank_0_says(_launch_record(folder))
         for line in preflight(environment, config, folder, device, launched=launched):
             notify(line)
-    with output or nullcontext():
+    with output or nullcontext(), explained_memory(config, rank=environment.rank):
         trainer = build_trainer(
             config,
             environment=environment,

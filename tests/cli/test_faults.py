@@ -1,5 +1,6 @@
 """One rank of four is killed, stopped or breaks: all end within the time set, and the first cause is the last word."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megaasync.checkpoint.paths import checkpoints_in
+from megaasync.plan.text import size_text
 from tests.support.cli import environment, metrics, pretrain, summary
 from tests.support.long_runs import ranks_of, wait_for_step
 from tests.support.restarts import RECIPE, assert_same_end
@@ -127,6 +129,18 @@ def test_a_nan_on_one_data_rank_of_the_last_stage(tmp_path, policy):
     assert [row["step"] for row in metrics(folder)][-1] <= 4
     saved = checkpoints_in(folder / "checkpoints")
     assert [item.step for item in saved] == [1, 2, 3] and all(item.is_complete for item in saved)
+
+
+def test_a_full_device_ends_all_with_one_message(tmp_path):
+    """Not as a hang, not with a traceback, and not begun again, since it would end in the same place."""
+    status, _, err, seconds = run_faulty("memory", "run.max_restarts=2", cwd=tmp_path)
+    last = err.strip().splitlines()[-1]
+    assert status == 1 and seconds < 60 and "Traceback" not in err and "restart" not in err, err
+    assert "rank 3 (stage 1): CUDA out of memory. Tried to allocate 2.00 GiB, rank 3 was at 1F3.0 of schedule" in last
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    counted = f"; the plan counts {size_text(plan['ranks'][1]['total_bytes'])} for it, without "
+    assert counted in last and "Set train.recompute=selective" in last
+    assert summary(tmp_path / "run")["status"] == "failed"
 
 
 @pytest.mark.slow("survive")

@@ -199,6 +199,14 @@ def test_what_does_not_fit_or_hide_is_said():
     assert make_plan(small_config(parallel__pipeline=2))["warnings"] == []
 
 
+@pytest.mark.parametrize(("share", "words"), [(1.01, "more than"), (0.95, "leaves less than 10% for"), (0.85, None)])
+def test_a_tenth_of_the_memory_is_left_for_what_is_not_counted(share, words):
+    largest = max(line["total_bytes"] for line in make_plan(small_config())["ranks"])
+    cluster = {"cluster__gpu_memory_gib": largest / share / 2**30, "cluster__gpu_tflops": 100.0}
+    warnings = make_plan(small_config(**cluster))["warnings"]
+    assert (words is None and warnings == []) or (len(warnings) == 1 and words in warnings[0])
+
+
 def test_a_screen_gets_ten_lines_of_a_hundred_letters(tmp_path):
     """Whatever the plan: many stages, many warnings; the report and plan.json have the rest."""
     cluster = {"cluster__gpu_memory_gib": 1e-5, "cluster__gpu_tflops": 100.0, "cluster__network_gbytes": 1e-4}

@@ -10,6 +10,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import torch
+
 from megaasync import pretrain
 from megaasync.entry import rank
 
@@ -20,6 +22,8 @@ def _happen(kind):
     Path(os.environ["FAULT_DONE"]).touch()
     if kind in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    elif kind == "memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a capacity of 79 GiB")
     else:
         raise ZeroDivisionError(f"deliberate, in {kind}")
 
@@ -33,6 +37,7 @@ def _plant(kind):
         "forward": (StageCompute, "forward"),
         "nan": (StageCompute, "forward"),
         "kill": (StageCompute, "forward"),
+        "memory": (StageCompute, "forward"),
         "stop": (StageCompute, "forward"),
         "backward": (StageCompute, "backward"),
         "step": (StageOptimizer, "step"),
