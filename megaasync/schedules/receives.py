@@ -117,13 +117,14 @@ class UpcomingReceives:
         if channel is None:
             return []
         late = not self._posted[channel]
-        while late and not self._waiting[channel]:
-            self._walk()  # the end came down before the SYNC at which this walk stands, and which is left out then
-        if late:
-            self._waiting[channel].popleft()
-        else:
+        # where the end came down before the SYNC at which the walk stands, that SYNC is left out: on to the next
+        while late and not self._waiting[channel] and self._walk():
+            pass
+        if not late:
             self._posted[channel] -= 1
-        return [channel] if late else []
+            return []
+        self._waiting[channel].popleft()
+        return [channel]
 
     def after(self, action: Action) -> list[Channel]:
         """Of the receives that may be posted once this action has been launched, one for each."""
@@ -132,13 +133,15 @@ class UpcomingReceives:
             self._walk()
         return self._newly_possible()
 
-    def _walk(self) -> None:
+    def _walk(self) -> bool:
+        """To the next SYNC; False at the end of the table."""
         for action in self._ahead:
             if action.op is Op.SYNC:
-                return
+                return True
             channel = self._channel(action)
             if channel is not None:
                 self._waiting[channel].append(self._needs.of(action, first_step=self._first))
+        return False
 
     def _newly_possible(self) -> list[Channel]:
         found = []

@@ -45,7 +45,7 @@ FAULTS = (
     Fault("a receive is posted whatever its message needs", "schedules/receives.py",
           "return newest is not None and _place(need) <= newest", "return True", "tests/schedules/test_receives.py"),
     Fault("a receive is posted for a step that may not come", "schedules/receives.py",
-          "            if action.op is Op.SYNC:\n                return\n", "", "tests/schedules/test_receives.py"),
+          "            if action.op is Op.SYNC:\n                return True\n", "", "tests/schedules/test_receives.py"),
     Fault("an older Transformer Engine is given tensors of splits", "kernels/te_contract.py",
           'splits_on_host="tensor" not in', 'splits_on_host="tensors" in', "tests/kernels"),
     Fault("the last gradients are never applied", "schedules/unroll.py",
