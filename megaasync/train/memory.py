@@ -13,7 +13,7 @@ from megaasync.plan.text import size_text
 
 @contextmanager
 def explained_memory(config: Config, *, rank: int) -> Iterator[None]:
-    """Memory that is full inside is told of with the rank, where it was, what the plan counts, and what to set.
+    """Report running out of memory inside with the rank, its place, what the plan counts, and what to set.
 
     Raises:
         MemoryFullError: in the place of torch's error.

@@ -132,7 +132,7 @@ def test_a_nan_on_one_data_rank_of_the_last_stage(tmp_path, policy):
 
 
 def test_a_full_device_ends_all_with_one_message(tmp_path):
-    """Not as a hang, not with a traceback, and not begun again, since it would end in the same place."""
+    """Not a hang, no traceback, and no restart, since that would end in the same place."""
     status, _, err, seconds = run_faulty("memory", "run.max_restarts=2", cwd=tmp_path)
     last = err.strip().splitlines()[-1]
     assert status == 1 and seconds < 60 and "Traceback" not in err and "restart" not in err, err
